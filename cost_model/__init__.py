@@ -23,7 +23,7 @@ from weaveopt.cost_model.choice import Choice, Gpu, choose
 from weaveopt.cost_model.collectives import all_reduce_us, collective_us, library_algorithm, measured_parts_us
 from weaveopt.cost_model.gemm import Gemm, gemm_us, num_waves
 from weaveopt.cost_model.host import host_us
-from weaveopt.cost_model.host_algorithms import HOST_ALGORITHMS, HostAlgorithm, Problem, Traffic, hosts_choice
+from weaveopt.cost_model.host_algorithms import HOST_ALGORITHMS, HostAlgorithm, HostAllReduce, HostTraffic, hosts_choice
 from weaveopt.cost_model.host_schedules import host_schedule
 from weaveopt.cost_model.kernels import kernel_us, memory_us, norm_us
 from weaveopt.cost_model.machine import Machine
@@ -39,12 +39,12 @@ __all__ = [
     "Gemm",
     "Gpu",
     "HostAlgorithm",
+    "HostAllReduce",
+    "HostTraffic",
     "Interval",
     "Machine",
-    "Problem",
     "Schedule",
     "Steps",
-    "Traffic",
     "all_gather",
     "all_reduce_us",
     "attention_us",

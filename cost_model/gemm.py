@@ -15,7 +15,7 @@ from functools import cache
 from math import exp, floor, log
 
 from weaveopt.cost_model.curve import interpolate_rate
-from weaveopt.cost_model.machine import GemmCosts, Machine, Samples, Tile
+from weaveopt.cost_model.machine import GemmCosts, GemmTile, Machine, Samples
 from weaveopt.records.site import DTYPE_BYTES
 
 # Where a profile has no row for a dtype: the row that stands in, and how many times slower that dtype runs.
@@ -78,7 +78,7 @@ def waves_of(machine: Machine, gemm: Gemm, dtype: str) -> Waves | None:
     if not costs.tiles:
         return None
 
-    def us(tile: Tile) -> float:
+    def us(tile: GemmTile) -> float:
         return _tiles_us(costs, tile, gemm.m, gemm.n, gemm.k, 1)
 
     tile = min(costs.tiles, key=us)
@@ -115,7 +115,7 @@ def _split_us(costs: GemmCosts, m: int, n: int, k: int, split: int) -> float:
     return best + meeting_us
 
 
-def _tiles_us(costs: GemmCosts, tile: Tile, m: int, n: int, k: int, split: int) -> float:
+def _tiles_us(costs: GemmCosts, tile: GemmTile, m: int, n: int, k: int, split: int) -> float:
     num_tiles = num_waves(m, tile.m) * num_waves(n, tile.n) * split
     wave_us = 2.0 * tile.m * tile.n * costs.units * (k / split) / tile.flops_per_s * 1e6 + costs.fill_us
     return _waves(num_tiles / costs.units, costs.last_wave) * wave_us

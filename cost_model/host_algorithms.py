@@ -23,7 +23,7 @@ SUM_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Problem:
+class HostAllReduce:
     """An all-reduce of `message_bytes` among `hosts` hosts of `ranks_per_host` ranks."""
 
     message_bytes: float
@@ -61,7 +61,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class HostTraffic:
     """Messages and bytes of the busiest rank, and the memory and connections that it needs for them."""
 
     steps: int
@@ -82,18 +82,18 @@ class HostAlgorithm:
     """One row of the table below. `phases` and `peers` take two hosts or more."""
 
     name: str
-    phases: Callable[[Problem], tuple[Phase, ...]]
+    phases: Callable[[HostAllReduce], tuple[Phase, ...]]
     peers: Callable[[int], int]
     sums_on_the_way: bool
     """True if messages hold sums of some hosts: a host's own sum then needs memory."""
 
-    def traffic(self, problem: Problem) -> Traffic:
+    def traffic(self, problem: HostAllReduce) -> HostTraffic:
         """Traffic of the busiest rank."""
         if problem.hosts <= 1 or problem.message_bytes <= 0:
-            return Traffic(0, 0, 0.0, 0.0, 0, 0.0)
+            return HostTraffic(0, 0, 0.0, 0.0, 0, 0.0)
         phases = self.phases(problem)
         received = sum(phase.rounds * phase.receives * phase.num_bytes for phase in phases)
-        return Traffic(
+        return HostTraffic(
             steps=sum(phase.rounds for phase in phases),
             messages=sum(phase.rounds * phase.sends for phase in phases),
             sent_bytes=sum(phase.rounds * phase.sends * phase.num_bytes for phase in phases),
@@ -102,7 +102,7 @@ class HostAlgorithm:
             memory_bytes=received + (problem.sum_bytes if self.sums_on_the_way else 0.0),
         )
 
-    def between_cost(self, problem: Problem, inter: Link, ranks_per_link: int) -> Cost:
+    def between_cost(self, problem: HostAllReduce, inter: Link, ranks_per_link: int) -> Cost:
         """Between hosts alone, all shares at once."""
         if problem.hosts <= 1 or problem.message_bytes <= 0:
             return NOTHING
@@ -110,7 +110,7 @@ class HostAlgorithm:
         latency_us = _between_us(phases, inter, ranks_per_link, counts_bytes=False)
         return Cost(latency_us, _between_us(phases, inter, ranks_per_link) - latency_us)
 
-    def cost(self, problem: Problem, local: Link, inter: Link, ranks_per_link: int | None = None) -> Cost:
+    def cost(self, problem: HostAllReduce, local: Link, inter: Link, ranks_per_link: int | None = None) -> Cost:
         """The whole all-reduce: the host's ranks reduce-scatter, hosts exchange, the host's ranks all-gather.
 
         `ranks_per_link` None: all ranks of a host share one link. Within a host every rank reaches every other one
@@ -160,13 +160,13 @@ def _present(*phases: Phase) -> tuple[Phase, ...]:
     return tuple(phase for phase in phases if phase.rounds)
 
 
-def _one_shot(problem: Problem) -> tuple[Phase, ...]:
+def _one_shot(problem: HostAllReduce) -> tuple[Phase, ...]:
     """`M (N - 1)`: a share of each of the host's partial results, to every host."""
     others = problem.hosts - 1
     return (Phase(1, others, others, problem.message_bytes),)
 
 
-def _two_shot(problem: Problem) -> tuple[Phase, ...]:
+def _two_shot(problem: HostAllReduce) -> tuple[Phase, ...]:
     """`(M + M / G) (N - 1) / N`: partial results of each host's part, then its sums."""
     others, hosts = problem.hosts - 1, problem.hosts
     return (
@@ -175,7 +175,7 @@ def _two_shot(problem: Problem) -> tuple[Phase, ...]:
     )
 
 
-def _folded(problem: Problem, core: tuple[Phase, ...], waits_at_end: bool) -> tuple[Phase, ...]:
+def _folded(problem: HostAllReduce, core: tuple[Phase, ...], waits_at_end: bool) -> tuple[Phase, ...]:
     """`core` among a power of two of hosts, with one round before it and one after it for the others."""
     before = Phase(1, 0, 1, problem.first_bytes)
     return (before, *core, Phase(1, 1, 0, problem.share_bytes, waits=waits_at_end))
@@ -186,7 +186,7 @@ def _power(hosts: int) -> int:
     return 1 << doublings(hosts)
 
 
-def _doubling(problem: Problem) -> tuple[Phase, ...]:
+def _doubling(problem: HostAllReduce) -> tuple[Phase, ...]:
     """`M / G (1 or w) + w M / G (log2(N) - 1)`: the whole share in every round."""
     rounds, hosts = doublings(problem.hosts), problem.hosts
     if hosts == _power(hosts):
@@ -197,7 +197,7 @@ def _doubling(problem: Problem) -> tuple[Phase, ...]:
     return _folded(problem, core, waits_at_end=2 * extra > _power(hosts))
 
 
-def _halving(problem: Problem) -> tuple[Phase, ...]:
+def _halving(problem: HostAllReduce) -> tuple[Phase, ...]:
     """Half the share, a quarter, ... in sums; and back in totals: `2 log2(N)` rounds, `(1 + w) (N - 1) / N · M / G`."""
     rounds = doublings(problem.hosts)
     is_power = problem.hosts == _power(problem.hosts)
@@ -210,7 +210,7 @@ def _halving(problem: Problem) -> tuple[Phase, ...]:
     return core if is_power else _folded(problem, core, waits_at_end=True)
 
 
-def _ring(problem: Problem) -> tuple[Phase, ...]:
+def _ring(problem: HostAllReduce) -> tuple[Phase, ...]:
     """A part of `1 / N` in each of `2 (N - 1)` rounds: `(1 + w) (N - 1) / N · M / G`."""
     hosts = problem.hosts
     return _present(
@@ -264,7 +264,7 @@ def hosts_choice(
     `local` and `inter` are the links within a host and between hosts; `ranks_per_link`: how many of a host's ranks
     share one link to the other hosts (None: all of them).
     """
-    problem = Problem(message_bytes, ranks_per_host, hosts, element_bytes)
+    problem = HostAllReduce(message_bytes, ranks_per_host, hosts, element_bytes)
     priced = [
         (algorithm.name, algorithm.cost(problem, local, inter, ranks_per_link))
         for algorithm in HOST_ALGORITHMS

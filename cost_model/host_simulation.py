@@ -14,7 +14,7 @@ from enum import IntEnum
 from heapq import heappop, heappush
 
 from weaveopt.cost_model.alpha_beta import two_shot
-from weaveopt.cost_model.host_algorithms import Problem, host_algorithm
+from weaveopt.cost_model.host_algorithms import HostAllReduce, host_algorithm
 from weaveopt.cost_model.host_schedules import HostSchedule, Payload, host_schedule
 from weaveopt.cost_model.machine import Link
 
@@ -37,7 +37,7 @@ class Simulated:
     """Messages of all ranks."""
 
 
-class _Kind(IntEnum):
+class _EventKind(IntEnum):
     POSTED = 0
     ARRIVES = 1
     """Its first byte is at the receiver's link."""
@@ -94,7 +94,7 @@ def _rounds_by_peer(schedule: HostSchedule) -> dict[int, list[int]]:
 class _Clock:
     """The state of one run. Ranks are numbered host by host."""
 
-    def __init__(self, algorithm: str, problem: Problem, inter: Link, ranks_per_link: int) -> None:
+    def __init__(self, algorithm: str, problem: HostAllReduce, inter: Link, ranks_per_link: int) -> None:
         local = problem.ranks_per_host
         self._problem, self._inter, self._local = problem, inter, local
         self._schedules = [host_schedule(algorithm, host, problem.hosts, local) for host in range(problem.hosts)]
@@ -108,7 +108,7 @@ class _Clock:
         self._rounds_of = [_rounds_by_peer(schedule) for schedule in self._schedules]
         self._out_free_us = [0.0] * num_links
         self._inlets = [_Inlet() for _ in range(num_links)]
-        self._events: list[tuple[float, int, _Kind, _Message]] = []
+        self._events: list[tuple[float, int, _EventKind, _Message]] = []
         """(time, number, what, message): equal times in the order in which they were planned."""
         self._num_events = 0
 
@@ -117,9 +117,9 @@ class _Clock:
             self._begin_rounds(rank)
         while self._events:
             now_us, _, kind, message = heappop(self._events)
-            if kind is _Kind.POSTED:
+            if kind is _EventKind.POSTED:
                 self._leave(now_us, message)
-            elif kind is _Kind.ARRIVES:
+            elif kind is _EventKind.ARRIVES:
                 self._arrive(now_us, message)
             else:
                 self._take_in(now_us, message)
@@ -127,7 +127,7 @@ class _Clock:
         assert not stuck, f"ranks {stuck} wait for what nobody sends"
         return max(state.free_us for state in self.ranks)
 
-    def _plan(self, at_us: float, kind: _Kind, message: _Message) -> None:
+    def _plan(self, at_us: float, kind: _EventKind, message: _Message) -> None:
         self._num_events += 1
         heappush(self._events, (at_us, self._num_events, kind, message))
 
@@ -136,7 +136,7 @@ class _Clock:
         link = self._link_of[message.sender]
         begin_us = max(now_us, self._out_free_us[link])
         self._out_free_us[link] = begin_us + self._inter.us(message.num_bytes)
-        self._plan(begin_us + self._inter.latency_us, _Kind.ARRIVES, message)
+        self._plan(begin_us + self._inter.latency_us, _EventKind.ARRIVES, message)
 
     def _arrive(self, now_us: float, message: _Message) -> None:
         """At the receiver's link, ahead of what belongs to a later round."""
@@ -158,7 +158,7 @@ class _Clock:
         inlet.since_us, inlet.now = now_us, heappop(inlet.waiting) if inlet.waiting else None
         if inlet.now is not None:
             _, _, left_us, message = inlet.now
-            self._plan(now_us + left_us, _Kind.TAKEN_IN, replace(message, turn=inlet.turn))
+            self._plan(now_us + left_us, _EventKind.TAKEN_IN, replace(message, turn=inlet.turn))
 
     def _take_in(self, now_us: float, message: _Message) -> None:
         inlet = self._inlets[self._link_of[message.receiver]]
@@ -198,7 +198,7 @@ class _Clock:
                 state.sent_bytes += num_bytes
                 state.peers.add(send.peer)
                 message = _Message(rank, send.peer * self._local + own, num_bytes)
-                self._plan(state.free_us, _Kind.POSTED, message)
+                self._plan(state.free_us, _EventKind.POSTED, message)
             for receive in now.receives:
                 if state.arrived[receive.peer]:
                     state.arrived[receive.peer] -= 1
@@ -214,7 +214,7 @@ class _Clock:
 
 
 def simulate(
-    algorithm: str, problem: Problem, local: Link, inter: Link, ranks_per_link: int | None = None
+    algorithm: str, problem: HostAllReduce, local: Link, inter: Link, ranks_per_link: int | None = None
 ) -> Simulated:
     """Runs `algorithm` among the ranks of `problem`, all of which begin at once.
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from weaveopt.cost_model.busy_hosts import BusyHosts
 from weaveopt.cost_model.compiled import CompiledCosts
+from weaveopt.cost_model.host_exchange import HostExchangeTerms
 from weaveopt.cost_model.records import KEYED, NAMED
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.report import MachineSummary
@@ -142,7 +142,7 @@ class FabricCosts:
 
 
 @dataclass(frozen=True)
-class Tile:
+class GemmTile:
     """One output tile `[m, n]` of a GEMM; `flops_per_s` is the rate of the whole machine at full waves of it."""
 
     m: int
@@ -185,7 +185,7 @@ class GemmCosts:
     launch_us: float
     bytes_per_s: float
     units: int = 1
-    tiles: tuple[Tile, ...] = ()
+    tiles: tuple[GemmTile, ...] = ()
     rates: tuple[Rate, ...] = ()
     fill_us: float = 0.0
     """Time of a wave apart from its arithmetic: the first loads and the last stores. Short K-loops pay it often."""
@@ -277,7 +277,7 @@ class CopyEngine:
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchCosts:
     """From the end of one kernel to the start of the next, and what a call of a kernel costs the host."""
 
     origin: str
@@ -318,13 +318,13 @@ class Machine:
     attention: AttentionCosts | None = None
     contention: Contention | None = None
     copy_engine: CopyEngine | None = None
-    launch: Launch | None = None
+    launch: LaunchCosts | None = None
     wiring: Wiring | None = None
     compiled: CompiledCosts | None = None
     """None: as if nothing were taken beyond."""
     kernels: tuple[KernelCurve, ...] = ()
     """Kernels of a rank's own that have no block above."""
-    busy_hosts: tuple[BusyHosts, ...] = ()
+    busy_hosts: tuple[HostExchangeTerms, ...] = ()
     """Times of exchanges between hosts, by numbers of hosts and of ranks on each."""
     skew: Skew = UNIFORM
     """How choices are taken to spread over the experts of mixtures."""

@@ -36,7 +36,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Kernels(Generic[C]):
+class OperationCurves(Generic[C]):
     """Curves of an operation's kernels at one world size; those of other world sizes do not apply."""
 
     machine: str
@@ -57,7 +57,7 @@ class Unmeasured:
 
 def kernels_of(
     machine: Machine, fabric: Fabric, world: int, op: str, depth: str, parse: Callable[[str], tuple[C, int] | None]
-) -> Kernels[C]:
+) -> OperationCurves[C]:
     """Collects an operation's curves at a world size. `parse` returns the cut and depth of a variant, or None for other
     kernels of the operation."""
     found: dict[C, dict[int, tuple[Curve, ...]]] = {}
@@ -66,11 +66,11 @@ def kernels_of(
         if parsed is not None and curve.world == world:
             by_depth = found.setdefault(parsed[0], {})
             by_depth[parsed[1]] = (*by_depth.get(parsed[1], ()), curve)
-    return Kernels(machine.name, world, depth, found)
+    return OperationCurves(machine.name, world, depth, found)
 
 
 def fastest(
-    kernels: Kernels[C],
+    kernels: OperationCurves[C],
     message: Message,
     depth: int,
     waves: Callable[[C, int, int, int], int],
@@ -96,7 +96,7 @@ def fastest(
     return cut, us if message.row <= _longest_row(kernels) else max(us, gemm_us)
 
 
-def _longest_row(kernels: Kernels[C]) -> float:
+def _longest_row(kernels: OperationCurves[C]) -> float:
     """Longest measured row; infinite if curves do not record it."""
     rows = {curve.row for by_depth in kernels.by_cut.values() for curves in by_depth.values() for curve in curves}
     return max(rows) if all(rows) else float("inf")

@@ -107,7 +107,7 @@ def schedule(tasks: Sequence[Task], contention: Contention, *, serial: bool = Fa
     for position, task in enumerate(tasks):
         assert all(0 <= other < position for other in task.waits_for), f"task {position} waits for {task.waits_for}"
         assert 0.0 <= task.us < inf, f"task {position} takes {task.us} us"
-    run = _Run(tasks, contention, serial)
+    run = _Simulation(tasks, contention, serial)
     while len(run.done) < len(tasks):
         run.start()
         run.slow_down()
@@ -115,7 +115,7 @@ def schedule(tasks: Sequence[Task], contention: Contention, *, serial: bool = Fa
     return Schedule(tuple(run.done[position] for position in range(len(tasks))), frozenset(run.not_measured))
 
 
-class _Run:
+class _Simulation:
     """State of one simulation."""
 
     def __init__(self, tasks: Sequence[Task], contention: Contention, serial: bool) -> None:

@@ -13,7 +13,7 @@ from functools import cache
 from typing import NamedTuple
 
 from weaveopt.cost_model.machine import Machine
-from weaveopt.cost_model.overlapped import Kernels, kernels_of
+from weaveopt.cost_model.overlapped import OperationCurves, kernels_of
 from weaveopt.errors import ProfileError
 from weaveopt.records.candidate import Fabric
 
@@ -92,13 +92,15 @@ class TileKernels:
         again = f"measure it anew: weaveopt calibrate --base FILE --only {self.family}"
         raise ProfileError(f"a curve of {self.op}: found variant {name!r}, expected {expected}; {again}")
 
-    def known(self, machine: Machine, fabric: Fabric, world: int, variant: str = "") -> Kernels[TileConfig]:
+    def known(self, machine: Machine, fabric: Fabric, world: int, variant: str = "") -> OperationCurves[TileConfig]:
         """Curves that the profile keeps of a variant among so many ranks."""
         return _known(self, machine, fabric, world, variant or self.variants[0])
 
 
 @cache
-def _known(kernels: TileKernels, machine: Machine, fabric: Fabric, world: int, variant: str) -> Kernels[TileConfig]:
+def _known(
+    kernels: TileKernels, machine: Machine, fabric: Fabric, world: int, variant: str
+) -> OperationCurves[TileConfig]:
     def parse(name: str) -> tuple[TileConfig, int] | None:
         found = kernels.parse(name)
         return (found.config, found.size) if found.variant == variant else None

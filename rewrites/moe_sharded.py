@@ -28,11 +28,11 @@ from weaveopt.cost_model import Machine
 from weaveopt.cost_model.exchange import OP, GpuParts, PushedParts, ShardedMixture, gpu_parts, pushed_parts
 from weaveopt.cost_model.mixture import fastest_kernels, few_rows, has_few_rows, rows_by_expert
 from weaveopt.cost_model.token_grid import grid_of
-from weaveopt.fabrics.reaching import not_measured, reaching
+from weaveopt.fabrics.fabric_eligibility import eligible_fabrics, not_measured
 from weaveopt.fabrics.rows_call import decode
 from weaveopt.graph.pattern import tensor_of
 from weaveopt.graph.splice import call_after, erase_dead, replace_uses
-from weaveopt.ops.experts.call import Kernels
+from weaveopt.ops.experts.call import ExpertsKernel
 from weaveopt.ops.experts.gpu import has_triton
 from weaveopt.ops.experts.hopper import lacks_hopper
 from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
@@ -56,7 +56,7 @@ BATCHES = (1, 2)
 
 
 @dataclass(frozen=True)
-class Lowered:
+class MoeShardedPlan:
     """Plan of a candidate, as the rule keeps it until the rewrite."""
 
     fabric: Fabric
@@ -102,9 +102,9 @@ class MoeSharded:
 
 def _candidates(
     facts: ExchangeFacts, node: fx.Node, tokens: TokenCounts, context: Context, usable_only: bool
-) -> Iterator[tuple[Candidate, Lowered]]:
+) -> Iterator[tuple[Candidate, MoeShardedPlan]]:
     machine = context.machine
-    for fabric, unreachable in reaching(context.topologies[facts.group], machine, SITES):
+    for fabric, unreachable in eligible_fabrics(context.topologies[facts.group], machine, SITES):
         on_fabric = _between_gpus if fabric is Fabric.PEER else _in_batches
         for variant, lowered, own, parts in on_fabric(machine, fabric, facts, node, tokens):
             reasons = (*unreachable, *own)
@@ -120,7 +120,7 @@ def _candidates(
             yield Candidate(RULE, fabric, variant, parameters, estimate, reasons), lowered
 
 
-Way = tuple[str, Lowered, tuple[Rejection, ...], PushedParts | GpuParts | None]
+Way = tuple[str, MoeShardedPlan, tuple[Rejection, ...], PushedParts | GpuParts | None]
 """The candidate's variant, what the rule remembers of it, what speaks against it, and what it takes."""
 
 
@@ -129,7 +129,7 @@ def _in_batches(
 ) -> Iterator[Way]:
     sharded = facts.sharded(tokens.hint, machine.skew)
     for batches in BATCHES:
-        yield "", Lowered(fabric, tokens.most, batches), (), pushed_parts(machine, fabric, sharded, batches)
+        yield "", MoeShardedPlan(fabric, tokens.most, batches), (), pushed_parts(machine, fabric, sharded, batches)
 
 
 def _between_gpus(
@@ -137,12 +137,12 @@ def _between_gpus(
 ) -> Iterator[Way]:
     transposed = _is_transposed(node)
     against = tuple(_against(facts, tokens))
-    for variant, kernels in ((KERNELS, Kernels.TRITON), (HOPPER, Kernels.HOPPER)):
+    for variant, kernels in ((KERNELS, ExpertsKernel.TRITON), (HOPPER, ExpertsKernel.HOPPER)):
         few = 0
         if variant == HOPPER:
             against = (*against, *_against_hopper(facts))
             few = 0 if against or tokens.is_static else _few_tokens(machine, facts, tokens, transposed)
-        lowered = Lowered(fabric, tokens.most, kernels=kernels.value, few_tokens=few)
+        lowered = MoeShardedPlan(fabric, tokens.most, kernels=kernels.value, few_tokens=few)
         runs_now = CURVES[KERNELS if tokens.hint <= few else variant]
         sharded = facts.sharded(tokens.hint, machine.skew)
         if has_few_rows(sharded.of_busiest, runs_now):
@@ -188,7 +188,7 @@ def _against_hopper(facts: ExchangeFacts) -> Iterator[Rejection]:
         yield Rejection("hopper_kernels_missing", message)
 
 
-def _parameters(facts: ExchangeFacts, tokens: TokenCounts, machine: Machine, lowered: Lowered) -> Values:
+def _parameters(facts: ExchangeFacts, tokens: TokenCounts, machine: Machine, lowered: MoeShardedPlan) -> Values:
     sharded: ShardedMixture = facts.sharded(tokens.hint, machine.skew)
     busiest = sharded.of_busiest
     how: Values = (("batches", lowered.batches),)
@@ -241,7 +241,7 @@ def _call(chosen: Chosen, context: Context, channel: int = 0) -> ExpertExchangeC
     """The constants of the site's call, equal on all ranks."""
     facts, node = _site(chosen.found)
     lowered, config = chosen.proposal.plan, context.config
-    assert isinstance(lowered, Lowered), f"{chosen.found.site.id}: {lowered}"
+    assert isinstance(lowered, MoeShardedPlan), f"{chosen.found.site.id}: {lowered}"
     call = replace(_with_fabric(_given(node), facts, lowered), channel=channel)
     if facts.same_tokens:
         return replace(call, site=chosen.found.site.id, timeout_s=config.timeout_s)
@@ -257,7 +257,7 @@ def _given(node: fx.Node) -> ExpertExchangeCall:
     return decode(ExpertExchangeCall, text)
 
 
-def _with_fabric(call: ExpertExchangeCall, facts: ExchangeFacts, lowered: Lowered) -> ExpertExchangeCall:
+def _with_fabric(call: ExpertExchangeCall, facts: ExchangeFacts, lowered: MoeShardedPlan) -> ExpertExchangeCall:
     return replace(
         call,
         fabric=lowered.fabric,

@@ -37,7 +37,7 @@ def report(model: object | None = None) -> Report:
     stands for everything that this process compiled.
     """
     from weaveopt.reporting import registry
-    from weaveopt.reporting.printed import printed
+    from weaveopt.reporting.printed_report import printed
 
     return printed(registry.report(model))
 

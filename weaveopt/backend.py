@@ -14,7 +14,7 @@ from functools import partial
 import torch.fx as fx
 
 from weaveopt import debug
-from weaveopt.autotune.trial import Make
+from weaveopt.autotune.candidate_run import Make
 from weaveopt.autotune.verify import verify
 from weaveopt.config import Config, OptionValue, resolve
 from weaveopt.errors import WeaveError
@@ -38,7 +38,7 @@ from weaveopt.pipeline.context import context
 from weaveopt.pipeline.decide import decide
 from weaveopt.pipeline.plan import plan
 from weaveopt.pipeline.price import price
-from weaveopt.pipeline.problem import Frame
+from weaveopt.pipeline.problem import ProblemTemplate
 from weaveopt.pipeline.recognize import recognize
 from weaveopt.pipeline.rewrite import rewrite
 from weaveopt.pipeline.sensitivity import sensitivities
@@ -50,7 +50,7 @@ from weaveopt.rule import RuleSet
 
 
 def _regime(c: Compilation, v: VariantState) -> VariantState:
-    frame = Frame(v.captured, v.sites, c.rules, c.context)
+    frame = ProblemTemplate(v.captured, v.sites, c.rules, c.context)
     regime, tokens = specialize(v.captured, frame, c.context)
     return replace(v, frame=frame, regime=regime, tokens=tokens)
 

@@ -37,14 +37,14 @@ def listen() -> None:
     asked = variable(VARIABLE) or "0"
     if asked not in map(str, range(len(LEVELS))):
         raise WeaveError(f"{VARIABLE}={asked}: expected 0, 1, 2 or 3")
-    if asked == "0" or any(isinstance(each, _Handler) for each in LOGGER.handlers):
+    if asked == "0" or any(isinstance(each, _RankHandler) for each in LOGGER.handlers):
         return
-    LOGGER.addHandler(_Handler(sys.stderr))
+    LOGGER.addHandler(_RankHandler(sys.stderr))
     LOGGER.setLevel(LEVELS[int(asked)])
     LOGGER.propagate = False  # else a handler of the root prints every line again
 
 
-class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
+class _RankHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """Each line with the rank that it is of."""
 
     def format(self, record: logging.LogRecord) -> str:

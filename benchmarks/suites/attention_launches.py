@@ -24,7 +24,7 @@ from benchmarks.suites.attention_decode import PHASE, Decode, Prefill
 from benchmarks.suites.attention_decode import Case as Case
 from benchmarks.workloads.attention import Call, DecodeCase, DecodeData, PrefillData, times_us, usable
 from weaveopt.ops.attention import gpu
-from weaveopt.ops.attention.plan import Plan, plan
+from weaveopt.ops.attention.plan import AttentionLaunch, plan
 
 SHAPES = (
     (1, 512, 1), (1, 512, 8), (1, 4096, 1), (1, 4096, 8), (1, 32768, 1), (1, 32768, 8), (8, 512, 8), (8, 4096, 4),
@@ -55,7 +55,7 @@ def cases(asked: Asked) -> list[Case]:
     return [case for case in every if case.phase in asked.of(PHASE)]
 
 
-def launches(base: Plan, tiles: int, keys: int, num_sms: int) -> Iterator[Plan]:
+def launches(base: AttentionLaunch, tiles: int, keys: int, num_sms: int) -> Iterator[AttentionLaunch]:
     """Every loop with every count of splits."""
     counts = {max(1, min(128, keys // LEAST_SHARE, int(share * num_sms) // tiles)) for share in PROGRAMS}
     if tiles * 4 >= num_sms:
@@ -68,12 +68,12 @@ def launches(base: Plan, tiles: int, keys: int, num_sms: int) -> Iterator[Plan]:
             yield how
 
 
-def forms_of_combine(how: Plan) -> Iterator[Plan]:
+def forms_of_combine(how: AttentionLaunch) -> Iterator[AttentionLaunch]:
     for columns, warps in COMBINES:
         yield replace(how, combine_columns=columns, combine_warps=warps)
 
 
-def described(how: Plan) -> dict[str, record.Scalar]:
+def described(how: AttentionLaunch) -> dict[str, record.Scalar]:
     return {
         "block_m": how.block_m, "block_n": how.block_n, "warps": how.num_warps, "stages": how.num_stages,
         "splits": how.num_splits, "inner": how.inner, "columns": how.combine_columns,
@@ -116,21 +116,21 @@ def decode_calls() -> list[Call]:
     return found
 
 
-def prefill_plans() -> Iterator[Plan]:
+def prefill_plans() -> Iterator[AttentionLaunch]:
     for block_m, block_n, warps, stages in PREFILL_LOOPS:
-        yield Plan(1, block_m, block_n, warps, stages, inner=True)
-    yield Plan(1, 128, 64, 8, 3, inner=False)
+        yield AttentionLaunch(1, block_m, block_n, warps, stages, inner=True)
+    yield AttentionLaunch(1, 128, 64, 8, 3, inner=False)
 
 
 def timed(
-    place: Place, makers: dict[Plan, Callable[[], Call]], data: DecodeData | PrefillData, end: float
-) -> dict[Plan, float]:
+    place: Place, makers: dict[AttentionLaunch, Callable[[], Call]], data: DecodeData | PrefillData, end: float
+) -> dict[AttentionLaunch, float]:
     """Microseconds of each launch that is right, as long as time allows."""
     if isinstance(data, DecodeData):
         want, num_copies, least_calls = data.expected(), data.num_copies, 3
     else:
         want, num_copies, least_calls = data.sdpa(SDPBackend.CUDNN_ATTENTION, masked=False)(0).float(), 1, 4
-    plans, found = list(makers), dict[Plan, float]()
+    plans, found = list(makers), dict[AttentionLaunch, float]()
     for first in range(0, len(plans), AT_A_TIME):
         if time.monotonic() > end:
             place.say(f"  {len(plans) - first} of {len(plans)} left out for want of time")
@@ -167,7 +167,10 @@ def prefill_rows(place: Place, tokens: int) -> Iterator[record.Row]:
 
 
 def rows_of(
-    shape: dict[str, record.Scalar], found: dict[Plan, float], planned: Plan, theirs: dict[str, float]
+    shape: dict[str, record.Scalar],
+    found: dict[AttentionLaunch, float],
+    planned: AttentionLaunch,
+    theirs: dict[str, float],
 ) -> Iterator[record.Row]:
     """A row of each launch, the fastest first."""
     beside = {**theirs, **({"planned": found[planned]} if planned in found else {})}

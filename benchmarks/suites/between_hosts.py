@@ -71,7 +71,7 @@ def rank_main(sizes: list[int]) -> None:
     """One rank: prints a line of times a size, from rank 0."""
     import weaveopt.ops  # noqa: F401
     from weaveopt.fabrics import tcp, topology
-    from weaveopt.measure.clock import Collectives, CpuClock, Launch
+    from weaveopt.measure.clock import CollectiveRendezvous, CpuClock, Launch
     from weaveopt.ops.reduction.buffers import memory_plan
     from weaveopt.ops.reduction.call import ReductionCall
     from weaveopt.ops.reduction.variant import ALGORITHMS, KernelRow, Transfer
@@ -115,7 +115,7 @@ def rank_main(sizes: list[int]) -> None:
 
             ways: dict[str, Launch] = {"gloo": gloo}
             ways |= {name: functools.partial(ours, call.encode()) for name, call in calls.items()}
-            samples = CpuClock().in_turns(list(ways.values()), [0.0] * len(ways), Collectives())
+            samples = CpuClock().in_turns(list(ways.values()), [0.0] * len(ways), CollectiveRendezvous())
             if dist.get_rank() == 0:
                 found = Measured(
                     tokens,

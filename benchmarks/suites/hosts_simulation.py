@@ -15,7 +15,7 @@ from benchmarks.ranks import Place
 from benchmarks.suite import CPU, Asked, Needs, Setting, Suite
 from weaveopt import cost_model
 from weaveopt.cost_model.collectives import fabric_costs
-from weaveopt.cost_model.host_algorithms import HOST_ALGORITHMS, Problem, host_algorithm
+from weaveopt.cost_model.host_algorithms import HOST_ALGORITHMS, HostAllReduce, host_algorithm
 from weaveopt.cost_model.host_schedules import DOUBLING, HALVING
 from weaveopt.cost_model.host_simulation import simulate
 from weaveopt.records.candidate import Fabric
@@ -56,7 +56,10 @@ def rows(place: Place, cases: Sequence[Case], asked: Asked) -> Iterator[record.R
     link = fabric_costs(machine, Fabric.NVSHMEM).link
     for case in cases:
         inter = replace(machine.inter_host, overhead_us=case.overhead_us)
-        problem, sharing = Problem(case.kib * 1024, case.ranks_per_host, case.hosts), case.ranks_per_host // case.links
+        problem, sharing = (
+            HostAllReduce(case.kib * 1024, case.ranks_per_host, case.hosts),
+            case.ranks_per_host // case.links,
+        )
         seen = {
             name: simulate(name, problem, link, inter, sharing)
             for name, most in MOST_HOSTS.items()

@@ -41,8 +41,8 @@ from benchmarks.workloads.experts import (
     times_us,
 )
 from weaveopt.ops.experts import gpu, hopper
-from weaveopt.ops.experts.call import Kernels
-from weaveopt.ops.experts.plan import Plan, candidates, plan
+from weaveopt.ops.experts.call import ExpertsKernel
+from weaveopt.ops.experts.plan import ExpertsLaunch, candidates, plan
 
 HOW_ROUTED = ("uniform", "skewed")
 MODEL = Setting("models", tuple(MODELS), quick=("qwen3-30b-a3b",), among=tuple(MODELS))
@@ -93,12 +93,12 @@ def is_right(call: Call, want: torch.Tensor, what: str) -> bool:
 def implementations(data: Data) -> dict[str, Callable[[Data], Call]]:
     """Ours that run the case."""
     ours: dict[str, Callable[[Data], Call]] = {
-        str(kernels): partial(Data.planned, kernels=kernels) for kernels in Kernels
+        str(kernels): partial(Data.planned, kernels=kernels) for kernels in ExpertsKernel
     }
     if not data.runs_hopper():
-        return {Kernels.TRITON: ours[Kernels.TRITON]}
+        return {ExpertsKernel.TRITON: ours[ExpertsKernel.TRITON]}
     if not data.runs_wide():
-        del ours[Kernels.WIDE]
+        del ours[ExpertsKernel.WIDE]
     return ours
 
 
@@ -127,7 +127,7 @@ def rows(place: Place, cases: Sequence[Case], asked: Asked) -> Iterator[record.R
 
 
 def row_of(kernels: str, us: float, case: Case, data: Data, baselines: dict[str, float]) -> record.Row:
-    if kernels == Kernels.TRITON:
+    if kernels == ExpertsKernel.TRITON:
         tile = brief(plan(data.shape, gpu.num_sms(data.x.device)))
     else:
         tile = hopper_tile(hopper.plan_of(kernels, data.operands(0), data.shape))
@@ -147,7 +147,7 @@ def hopper_tile(how: hopper.HopperPlan) -> str:
     return f"rows {how.rows}, group {how.group}{lag}, combine {how.combine_columns}"
 
 
-def brief(how: Plan) -> str:
+def brief(how: ExpertsLaunch) -> str:
     def tile(of: object) -> str:
         found = asdict(of)  # type: ignore[call-overload]
         return f"{found['columns']}/{found['depth']}/{found['num_warps']}/{found['num_stages']}" + "s" * found["swap"]
@@ -158,7 +158,7 @@ def brief(how: Plan) -> str:
     return ", ".join(words)
 
 
-def compile_all(data: Data, launches: tuple[Plan, ...]) -> None:
+def compile_all(data: Data, launches: tuple[ExpertsLaunch, ...]) -> None:
     """Compiles the kernels of all launches at a time; an error is raised again where the launch is timed."""
     from triton import AsyncCompileMode
 
@@ -188,7 +188,7 @@ def launches(place: Place, cases: Sequence[Case], asked: Asked) -> Iterator[reco
             compile_all(data, every)
         except Exception as refused:  # they are compiled one by one then, where they are timed
             print(f"not compiled beforehand: {refused!r}", flush=True)
-        found: dict[Plan, float] = {}
+        found: dict[ExpertsLaunch, float] = {}
         for first in range(0, len(every), SWEEP_AT_A_TIME):
             calls = {}
             for at, how in enumerate(every[first : first + SWEEP_AT_A_TIME], start=first):
@@ -212,7 +212,7 @@ def lags(place: Place, cases: Sequence[Case], asked: Asked) -> Iterator[record.R
         if not data.runs_hopper():
             place.say(f"{case}: the native kernels do not run it")
             continue
-        one = hopper.plan_of(Kernels.ONE, data.operands(0), data.shape)
+        one = hopper.plan_of(ExpertsKernel.ONE, data.operands(0), data.shape)
         plans = {"hopper": hopper.plan(data.shape), **{str(lag): replace(one, lag=lag) for lag in asked.of(LAGS)}}
         want = expected(data.operands(0), data.model.call)
         calls = {name: data.native(how) for name, how in plans.items()}
@@ -229,7 +229,8 @@ COMMON = (MODEL, TOKENS, ROUTINGS, RANKS, SECONDS)
 SUITES = (
     Suite(
         "moe_experts", "a rank's experts of a layer, by every implementation", Needs(GPU, worlds=(1,)), cases, rows,
-        ours=tuple(map(str, Kernels)), baselines=tuple(BASELINES), bound=BOUND, settings=(*COMMON, WITHOUT, TRACE),
+        ours=tuple(map(str, ExpertsKernel)), baselines=tuple(BASELINES), bound=BOUND,
+        settings=(*COMMON, WITHOUT, TRACE),
     ),
     Suite(
         "experts_launches", "every launch that the experts' plan may choose", Needs(GPU, worlds=(1,)), cases, launches,

@@ -29,7 +29,7 @@ from benchmarks.timing import Effort, chain, replayed_us
 from benchmarks.workloads.reduction import PUSH_BYTES_PER_S
 from weaveopt.fabrics import peer, topology
 from weaveopt.fabrics.rows_call import memory_plan
-from weaveopt.ops.experts.call import ExpertsCall, Kernels
+from weaveopt.ops.experts.call import ExpertsCall, ExpertsKernel
 from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
 from weaveopt.ops.experts.sharded.op import SITES
 from weaveopt.records.candidate import Fabric
@@ -112,7 +112,7 @@ class Layer:
         self.factors = torch.rand(self.experts.shape, generator=made, device=place.device)
         self.owner = self.every // self.num_experts
 
-    def exchange(self, kernels: Kernels) -> Callable[[], Tensor]:
+    def exchange(self, kernels: ExpertsKernel) -> Callable[[], Tensor]:
         text = exchange_call(self.case, self.place, kernels).encode()
         return lambda: torch.ops.weave.expert_exchange(  # type: ignore[no-any-return]
             self.x, self.experts, self.factors, self.weights.gate_up, None, self.weights.down, None, text
@@ -157,7 +157,7 @@ class Layer:
         return torch._grouped_mm(inner, self.weights.down.transpose(1, 2), ends)
 
     def by_moe_experts(self, rows: Tensor, ids: Tensor, factors: Tensor) -> Tensor:
-        call = ExpertsCall("silu", True, kernels=Kernels.HOPPER).encode()
+        call = ExpertsCall("silu", True, kernels=ExpertsKernel.HOPPER).encode()
         found: Tensor = torch.ops.weave.moe_experts(
             rows, ids, factors, self.weights.gate_up, None, self.weights.down, None, call
         )
@@ -221,7 +221,7 @@ class Layer:
         return worst
 
 
-def exchange_call(case: Case, place: Place, kernels: Kernels) -> ExpertExchangeCall:
+def exchange_call(case: Case, place: Place, kernels: ExpertsKernel) -> ExpertExchangeCall:
     model = MODELS[case.model]
     return ExpertExchangeCall(
         site=f"benchmark.{case.model}.{kernels}", group=place.group, fabric=Fabric.PEER, world=place.world,
@@ -233,8 +233,8 @@ def exchange_call(case: Case, place: Place, kernels: Kernels) -> ExpertExchangeC
 def row_of(case: Case, weights: Weights, place: Place) -> record.Row:
     layer = Layer(case, weights, place)
     steps = {
-        "triton": layer.exchange(Kernels.TRITON),
-        "hopper": layer.exchange(Kernels.HOPPER),
+        "triton": layer.exchange(ExpertsKernel.TRITON),
+        "hopper": layer.exchange(ExpertsKernel.HOPPER),
         "all_to_all": layer.all_to_all(),
         "all_gather": layer.gathered(layer.by_grouped_mm),
         "gather_experts": layer.gathered(layer.by_moe_experts),
@@ -262,7 +262,7 @@ def cases(asked: Asked) -> list[Case]:
 
 def rows(place: Place, cases: Sequence[Case], asked: Asked) -> Iterator[record.Row]:
     # One arena for all that is captured: graphs hold its addresses.
-    needed = {case.model: exchange_call(case, place, Kernels.HOPPER) for case in cases}
+    needed = {case.model: exchange_call(case, place, ExpertsKernel.HOPPER) for case in cases}
     plan = memory_plan(place.group, [(call, SITES[call.fabric].buffers(call)) for call in needed.values()])
     peer.reserve(topology.discover(place.group, TIMEOUT_S), plan, 0, TIMEOUT_S)
     for model in needed:

@@ -25,7 +25,7 @@ from benchmarks.suites import generate
 from benchmarks.suites.generate import LAYERS, MODELS, Case
 from weaveopt.generation import sessions
 from weaveopt.generation.compiling import Backend
-from weaveopt.generation.session import Chosen, Session
+from weaveopt.generation.session import CapturedStep, DecodeSession
 
 REPLAYS, PROFILED, ROUNDS = 40, 4, 5
 PROMPT, NEW_TOKENS = generate.PROMPT.default, generate.NEW_TOKENS.default
@@ -49,8 +49,8 @@ def cases(asked: Asked) -> list[Case]:
 class Step:
     """A captured step, and where its replays begin."""
 
-    session: Session
-    chosen: Chosen
+    session: DecodeSession
+    chosen: CapturedStep
 
     def replay_us(self, replays: int) -> float:
         return self.session.replay_us(self.chosen, PROMPT, replays)

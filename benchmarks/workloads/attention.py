@@ -16,9 +16,9 @@ import weaveopt.ops  # noqa: F401
 from benchmarks.ranks import Place
 from benchmarks.timing import Effort, Step, replayed_us
 from weaveopt.ops.attention import gpu
-from weaveopt.ops.attention.plan import Plan, plan
+from weaveopt.ops.attention.plan import AttentionLaunch, plan
 from weaveopt.ops.attention.reference import reference
-from weaveopt.ops.attention.shapes import RANGE_ROWS, Operands, Scores, Shape
+from weaveopt.ops.attention.shapes import RANGE_ROWS, AttentionOperands, AttentionShape, Scores
 
 Tensor = torch.Tensor
 Call = Callable[[int], Tensor]
@@ -60,7 +60,7 @@ class DecodeData:
     def __init__(self, case: DecodeCase) -> None:
         self.case, self.device = case, torch.device("cuda")
         heads = case.key_heads * GROUP
-        self.shape = Shape(case.batch, heads, case.key_heads, 1, case.capacity, HEAD_SIZE, HEAD_SIZE)
+        self.shape = AttentionShape(case.batch, heads, case.key_heads, 1, case.capacity, HEAD_SIZE, HEAD_SIZE)
         self.num_copies = min(MOST_COPIES, max(1, -(-int(BEYOND_L2_BYTES) // case.cache_bytes)))
         size = (self.num_copies, case.batch, case.key_heads, case.capacity, HEAD_SIZE)
         self.keys = torch.empty(size, dtype=torch.bfloat16, device=self.device).normal_()
@@ -80,12 +80,12 @@ class DecodeData:
         for b in range(self.case.batch):
             one = slice(b, b + 1)
             key, value = (t[0, one, :, : self.case.filled] for t in (self.keys, self.values))
-            sequences.append(reference(Operands(self.query[one], key, value), Scores(SCALE)).float())
+            sequences.append(reference(AttentionOperands(self.query[one], key, value), Scores(SCALE)).float())
         return torch.cat(sequences)
 
-    def weave(self, how: Plan) -> Call:
+    def weave(self, how: AttentionLaunch) -> Call:
         def call(at: int) -> Tensor:
-            operands = Operands(self.query, self.keys[at], self.values[at], self.mask, self.ranges)
+            operands = AttentionOperands(self.query, self.keys[at], self.values[at], self.mask, self.ranges)
             return gpu.launch_attention(operands, Scores(SCALE), how)
 
         return call
@@ -169,11 +169,14 @@ class PrefillData:
         """Operations of both products, over the admitted half."""
         return 2.0 * self.tokens * self.tokens * PREFILL_HEADS * HEAD_SIZE
 
-    def weave(self, masked: bool, how: Plan | None = None) -> Call:
+    def weave(self, masked: bool, how: AttentionLaunch | None = None) -> Call:
         mask, ranges = (self.mask, self.ranges) if masked else (None, None)
-        operands, scores = Operands(self.query, self.key, self.value, mask, ranges), Scores(SCALE, causal=not masked)
+        operands, scores = (
+            AttentionOperands(self.query, self.key, self.value, mask, ranges),
+            Scores(SCALE, causal=not masked),
+        )
         if how is None:
-            shape = Shape(1, PREFILL_HEADS, PREFILL_KEY_HEADS, self.tokens, self.tokens, HEAD_SIZE, HEAD_SIZE)
+            shape = AttentionShape(1, PREFILL_HEADS, PREFILL_KEY_HEADS, self.tokens, self.tokens, HEAD_SIZE, HEAD_SIZE)
             how = plan(shape, gpu.num_sms(self.query.device), masked=masked)
         return lambda _: gpu.launch_attention(operands, scores, how)
 

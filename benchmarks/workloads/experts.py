@@ -17,10 +17,10 @@ from benchmarks.ranks import Place
 from benchmarks.timing import Effort, Step, replayed_us
 from weaveopt.ops.experts import gpu, hopper
 from weaveopt.ops.experts.activation import ActivationName
-from weaveopt.ops.experts.call import ExpertsCall, Kernels
+from weaveopt.ops.experts.call import ExpertsCall, ExpertsKernel
 from weaveopt.ops.experts.expert_ranges import whole
-from weaveopt.ops.experts.plan import Plan
-from weaveopt.ops.experts.shapes import Operands, Shape, checked_shape
+from weaveopt.ops.experts.plan import ExpertsLaunch
+from weaveopt.ops.experts.shapes import ExpertOperands, ExpertsShape, checked_shape
 
 Tensor = torch.Tensor
 Weights = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
@@ -104,7 +104,7 @@ class Data:
         return self.model.experts // self.case.ranks
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> ExpertsShape:
         return checked_shape(self.operands(0), self.model.call)
 
     @property
@@ -121,18 +121,18 @@ class Data:
         most = gpu_limits.limits(self.x.device)
         return max(self.weight_bytes / most.bytes_per_us, self.flops / most.flops_per_us)
 
-    def operands(self, at: int) -> Operands:
-        return Operands(
+    def operands(self, at: int) -> ExpertOperands:
+        return ExpertOperands(
             self.x, self.experts[at], self.weights[at], self.gate_up, self.gate_up_bias, self.down, self.down_bias
         )
 
-    def weave(self, how: Plan) -> Call:
+    def weave(self, how: ExpertsLaunch) -> Call:
         return lambda at: gpu.launch(self.operands(at), self.model.call, how)
 
     def native(self, how: hopper.HopperPlan) -> Call:
         return lambda at: hopper.launch(self.operands(at), self.model.call, how)
 
-    def planned(self, kernels: Kernels = Kernels.TRITON) -> Call:
+    def planned(self, kernels: ExpertsKernel = ExpertsKernel.TRITON) -> Call:
         call = replace(self.model.call, kernels=kernels).encode()
 
         def run(at: int) -> Tensor:
@@ -216,7 +216,7 @@ class Sorted:
     order: Tensor
 
 
-def sorted_rows(of: Operands) -> Sorted:
+def sorted_rows(of: ExpertOperands) -> Sorted:
     num_experts = of.gate_up.shape[0]
     ids, order = of.experts.reshape(-1).sort()
     counts = torch.histc(ids.int(), bins=num_experts, min=0, max=num_experts - 1)
@@ -225,7 +225,7 @@ def sorted_rows(of: Operands) -> Sorted:
     return Sorted(rows, ids.clamp(max=num_experts - 1), (ids >= num_experts)[:, None], ends, order)
 
 
-def between_grouped(ready: Sorted, of: Operands, act: Activate) -> Tensor:
+def between_grouped(ready: Sorted, of: ExpertOperands, act: Activate) -> Tensor:
     inner = torch._grouped_mm(ready.rows, whole(of.gate_up).transpose(1, 2), ready.ends)
     if of.gate_up_bias is not None:
         inner = inner + of.gate_up_bias[ready.experts]
@@ -233,7 +233,7 @@ def between_grouped(ready: Sorted, of: Operands, act: Activate) -> Tensor:
     return result if of.down_bias is None else result + of.down_bias[ready.experts]
 
 
-def grouped(of: Operands, act: Activate) -> Tensor:
+def grouped(of: ExpertOperands, act: Activate) -> Tensor:
     """Experts of transformers' models in prefill."""
     ready = sorted_rows(of)
     rows = between_grouped(ready, of, act)
@@ -243,7 +243,7 @@ def grouped(of: Operands, act: Activate) -> Tensor:
     return weighted[back].view(*of.experts.shape, -1).sum(1).to(of.x.dtype)
 
 
-def batched(of: Operands, act: Activate) -> Tensor:
+def batched(of: ExpertOperands, act: Activate) -> Tensor:
     """Experts of transformers' models in decode: weights are read for each token and choice."""
     ids = of.experts.reshape(-1)
     foreign = ids >= len(of.gate_up)
@@ -266,7 +266,7 @@ def compiled(way: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compile(way, dynamic=False)
 
 
-def expected(of: Operands, call: ExpertsCall) -> Tensor:
+def expected(of: ExpertOperands, call: ExpertsCall) -> Tensor:
     """Every expert on every token, in fp32: an oracle that sorts nothing. [T, H] fp32."""
     y = torch.zeros(of.x.shape, device=of.x.device)
     for expert in range(len(of.gate_up)):

@@ -9,7 +9,7 @@ from benchmarks.record import Row, Scalar, row
 from weaveopt import cost_model
 from weaveopt.cost_model import Gemm, Machine
 from weaveopt.inductor.calls import COLLECTIVE, MEMORY, CollectiveCall
-from weaveopt.inductor.kernels import Surroundings, Traffic
+from weaveopt.inductor.kernels import KernelContext, MemoryTraffic
 from weaveopt.ops.reduction.prices.estimate import estimate_fused
 from weaveopt.ops.reduction.prices.kernels import kernel_variants
 from weaveopt.ops.reduction.prices.table import lowerings
@@ -87,9 +87,9 @@ def left_us(machine: Machine, workload: Workload) -> float:
     """A site as Inductor runs it, priced as the nodes of a graph are: the library's all-reduce, then one kernel that
     reads its result and the residual and writes the sum and the normalized rows."""
     message = workload.message_bytes
-    surroundings = Surroundings(machine, machine.oversubscription(workload.world, workload.hosts))
+    surroundings = KernelContext(machine, machine.oversubscription(workload.world, workload.hosts))
     reduced = surroundings.us_of(COLLECTIVE, CollectiveCall("all_reduce", message, workload.world, workload.hosts))
-    return reduced + surroundings.us_of(MEMORY, Traffic(4 * message, 0, workload.hidden))
+    return reduced + surroundings.us_of(MEMORY, MemoryTraffic(4 * message, 0, workload.hidden))
 
 
 def attention_of(case: Case) -> cost_model.Attention:

@@ -12,14 +12,14 @@ from weaveopt.graph.arrangement import Arrangement, merged
 from weaveopt.graph.moves import Moves
 from weaveopt.graph.pattern import CAST, is_call, tensor_of
 from weaveopt.graph.sizes import SizeAt, find_shape, find_size, inputs_of
-from weaveopt.ops.gemm_comm.all_gather.prices import Work
+from weaveopt.ops.gemm_comm.all_gather.prices import AllGatherGemmWork
 from weaveopt.records.candidate import Rejection
 from weaveopt.records.site import TokenCounts
 from weaveopt.sites.sequence.gather_consumers import Gathered
 from weaveopt.sites.sequence.gather_matcher import GatherFacts
 from weaveopt.sites.sequence.rows import gathered
 from weaveopt.sites.shared.epilogue import WAIT
-from weaveopt.sites.shared.linear import Gemm
+from weaveopt.sites.shared.linear import MatchedGemm
 
 RULE = "all_gather_gemm"
 
@@ -33,17 +33,17 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Form:
+class AllGatherGemmMatch:
     """The part of a site that the operation computes."""
 
-    gemms: tuple[Gemm, ...]
+    gemms: tuple[MatchedGemm, ...]
     outer: int | SizeAt
     wholes: tuple[Whole, ...]
     """Values that the operation's gathered rows replace."""
     consumes: frozenset[fx.Node]
 
 
-def form_of(facts: GatherFacts, structure: Gathered, world: int) -> Form | tuple[Rejection, ...]:
+def form_of(facts: GatherFacts, structure: Gathered, world: int) -> AllGatherGemmMatch | tuple[Rejection, ...]:
     """Reasons that no fabric or parameter changes; all that hold are listed."""
     sources = [*inputs_of(structure.shard.graph), structure.shard]
     outer = find_size(structure.rows.outer, sources)
@@ -69,7 +69,7 @@ def form_of(facts: GatherFacts, structure: Gathered, world: int) -> Form | tuple
     if reasons:
         return tuple(reasons)
     assert outer is not None
-    return Form(structure.gemms, outer, tuple(wholes.values()), structure.nodes - stay)
+    return AllGatherGemmMatch(structure.gemms, outer, tuple(wholes.values()), structure.nodes - stay)
 
 
 def _whole_behind(node: fx.Node, structure: Gathered, world: int) -> tuple[fx.Node, frozenset[fx.Node]] | Rejection:
@@ -138,13 +138,13 @@ def _comes_from(node: fx.Node, products: set[fx.Node]) -> bool:
     return False
 
 
-def work_of(facts: GatherFacts, widths: Sequence[int], tokens: TokenCounts) -> Work:
+def work_of(facts: GatherFacts, widths: Sequence[int], tokens: TokenCounts) -> AllGatherGemmWork:
     """`widths`: columns of every GEMM."""
     gemms = tuple(GemmSizes(tokens.hint, facts.k, width) for width in widths)
-    return Work(tokens.hint, facts.k, gemms, facts.dtype, facts.world, facts.hosts, facts.gathered_is_read)
+    return AllGatherGemmWork(tokens.hint, facts.k, gemms, facts.dtype, facts.world, facts.hosts, facts.gathered_is_read)
 
 
-def form_refused(facts: GatherFacts, form: Form) -> tuple[Rejection, ...]:
+def form_refused(facts: GatherFacts, form: AllGatherGemmMatch) -> tuple[Rejection, ...]:
     """Rejections for what the kernel does not support at a site, whatever its sizes."""
     reasons: list[Rejection] = []
     if not form.gemms:

@@ -24,10 +24,10 @@ from weaveopt.graph.splice import call_after, current, erase_dead, last_of, repl
 from weaveopt.ops.gemm_comm.all_gather.call import AllGatherGemmCall
 from weaveopt.ops.gemm_comm.all_gather.op import SITES
 from weaveopt.ops.gemm_comm.all_gather.prices import candidates
-from weaveopt.ops.gemm_comm.prices import Lowered
+from weaveopt.ops.gemm_comm.prices import GemmCommPlan
 from weaveopt.records.candidate import Candidate
 from weaveopt.records.site import TokenCounts
-from weaveopt.rewrites.all_gather_gemm.forms import RULE, Form, form_of, form_refused, work_of
+from weaveopt.rewrites.all_gather_gemm.forms import RULE, AllGatherGemmMatch, form_of, form_refused, work_of
 from weaveopt.rule import BufferRequest, Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.sequence.gather_consumers import Gathered
 from weaveopt.sites.sequence.gather_matcher import KIND, GatherFacts
@@ -44,7 +44,7 @@ class AllGatherGemm:
     ) -> Sequence[Proposal]:
         facts, structure = _site(found)
         form = form_of(facts, structure, facts.world)
-        if not isinstance(form, Form):
+        if not isinstance(form, AllGatherGemmMatch):
             return () if usable_only else (Proposal(Candidate(RULE, rejections=form)),)
         widths = [gemm.sizes[1] for gemm in form.gemms]
         topology = context.topologies[facts.group]
@@ -60,7 +60,7 @@ class AllGatherGemm:
     def replace(self, graph: fx.Graph, chosen: Chosen, placement: Placement, context: Context) -> tuple[str, ...]:
         facts, structure = _site(chosen.found)
         form = form_of(facts, structure, facts.world)
-        assert isinstance(form, Form), f"{chosen.found.site.id}: {form}"
+        assert isinstance(form, AllGatherGemmMatch), f"{chosen.found.site.id}: {form}"
         call = _call(chosen, context, placement.channel)
         shard = _node(structure.shard)
         b = [_node(gemm.b) for gemm in form.gemms]
@@ -92,7 +92,7 @@ def _call(chosen: Chosen, context: Context, channel: int = 0) -> AllGatherGemmCa
     """The constants of the site's call, equal on all ranks."""
     facts, _ = _site(chosen.found)
     lowered = chosen.proposal.plan
-    assert isinstance(lowered, Lowered), f"{chosen.found.site.id} was lowered by another rule"
+    assert isinstance(lowered, GemmCommPlan), f"{chosen.found.site.id} was lowered by another rule"
     return AllGatherGemmCall(
         site=chosen.found.site.id,
         group=facts.group,

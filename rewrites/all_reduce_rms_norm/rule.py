@@ -28,7 +28,7 @@ from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.reduction import fused
 from weaveopt.rewrites.reduction.aliasing import aliasing_of_groups
 from weaveopt.rewrites.reduction.begun import may_overlap
-from weaveopt.rewrites.reduction.candidates import Lowered
+from weaveopt.rewrites.reduction.candidates import FusedReductionPlan
 from weaveopt.rewrites.reduction.lowering import memory_of
 from weaveopt.rewrites.reduction.sharding import SharedSum, residual_of, sharded_values, shared_sums, total_of
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal, ReuseHook
@@ -63,7 +63,7 @@ class AllReduceRMSNorm:
         for each in chosen:
             lowered, structure = each.proposal.plan, each.found.structure
             own = each.proposal.candidate.choice == self.name
-            if own and isinstance(lowered, Lowered) and isinstance(structure, Reduction):
+            if own and isinstance(lowered, FusedReductionPlan) and isinstance(structure, Reduction):
                 norm = structure.reduced.norm
                 plan = with_fields(
                     lowered,

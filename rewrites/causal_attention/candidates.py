@@ -15,7 +15,7 @@ from enum import StrEnum
 
 from weaveopt.cost_model import Attention
 from weaveopt.inductor.calls import ATTENTION, MEMORY, AttentionCall, MemoryCall
-from weaveopt.inductor.kernels import Surroundings
+from weaveopt.inductor.kernels import KernelContext
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term, Values
 from weaveopt.records.site import DTYPE_BYTES, TokenCounts
 from weaveopt.sites.attention.matcher import AttentionFacts
@@ -24,7 +24,7 @@ from weaveopt.sites.shared.masks import MaskKind
 RULE = "causal_attention"
 
 
-class Form(StrEnum):
+class AttentionImplementation(StrEnum):
     FLASH = "flash"
     CUDNN = "cudnn"
     CPU = "cpu"
@@ -32,8 +32,16 @@ class Form(StrEnum):
     GROUPED = "grouped"
 
 
-LIBRARY = frozenset({Form.FLASH, Form.CUDNN, Form.CPU})
-FORMS = {"cuda": (Form.FLASH, Form.CUDNN, Form.MASKED, Form.GROUPED), "cpu": (Form.CPU, Form.GROUPED)}
+LIBRARY = frozenset({AttentionImplementation.FLASH, AttentionImplementation.CUDNN, AttentionImplementation.CPU})
+FORMS = {
+    "cuda": (
+        AttentionImplementation.FLASH,
+        AttentionImplementation.CUDNN,
+        AttentionImplementation.MASKED,
+        AttentionImplementation.GROUPED,
+    ),
+    "cpu": (AttentionImplementation.CPU, AttentionImplementation.GROUPED),
+}
 """Those that a device may have."""
 TAKE_GROUPS = frozenset(
     {
@@ -50,10 +58,10 @@ LARGEST_HEAD_OF_CUDNN = 192
 
 
 @dataclass(frozen=True)
-class Lowered:
+class CausalAttentionPlan:
     """How a proposal computes the site."""
 
-    form: Form
+    form: AttentionImplementation
     causal: bool = False
     window: int = 0
     num_keys: int = 0
@@ -62,30 +70,30 @@ class Lowered:
 
 
 @dataclass(frozen=True)
-class Terms:
+class CausalAttentionTerms:
     """Facts of the host that proposals depend on, apart from the site."""
 
-    surroundings: Surroundings
+    surroundings: KernelContext
     has_triton: bool = True
     """False on a host with GPUs that lacks Triton: the masked kernel would be plain torch there."""
 
 
 def candidates(
-    facts: AttentionFacts, tokens: TokenCounts, terms: Terms, usable_only: bool
-) -> Iterator[tuple[Candidate, Lowered]]:
+    facts: AttentionFacts, tokens: TokenCounts, terms: CausalAttentionTerms, usable_only: bool
+) -> Iterator[tuple[Candidate, CausalAttentionPlan]]:
     for form in FORMS[terms.surroundings.machine.device]:
         lowered = _lowered(form, facts)
         reasons = (lowered,) if isinstance(lowered, Rejection) else tuple(_against(form, lowered, facts, terms))
         if reasons:
             if not usable_only:
-                yield Candidate(RULE, Fabric.LIBRARY, form.value, rejections=reasons), Lowered(form)
+                yield Candidate(RULE, Fabric.LIBRARY, form.value, rejections=reasons), CausalAttentionPlan(form)
             continue
-        assert isinstance(lowered, Lowered)
+        assert isinstance(lowered, CausalAttentionPlan)
         estimate = _estimate(lowered, facts, _at(facts, tokens), terms.surroundings)
         yield Candidate(RULE, Fabric.LIBRARY, form.value, _parameters(lowered), estimate), lowered
 
 
-def _parameters(lowered: Lowered) -> Values:
+def _parameters(lowered: CausalAttentionPlan) -> Values:
     named: list[tuple[str, bool | int]] = []
     if lowered.form in LIBRARY:
         named.append(("causal", lowered.causal))
@@ -98,15 +106,15 @@ def _parameters(lowered: Lowered) -> Values:
     return tuple(named)
 
 
-def _lowered(form: Form, facts: AttentionFacts) -> Lowered | Rejection:
+def _lowered(form: AttentionImplementation, facts: AttentionFacts) -> CausalAttentionPlan | Rejection:
     """The arguments that make `form` compute what the site does."""
     mask = facts.mask
-    if form is Form.GROUPED:
+    if form is AttentionImplementation.GROUPED:
         if facts.is_repeated and facts.operator in TAKE_GROUPS:
-            return Lowered(form)
+            return CausalAttentionPlan(form)
         return Rejection("not_repeated", "the graph does not repeat keys and values for an operator that takes groups")
-    can_read = form is Form.MASKED and facts.has_booleans
-    read = Lowered(form, reads_mask=True)
+    can_read = form is AttentionImplementation.MASKED and facts.has_booleans
+    read = CausalAttentionPlan(form, reads_mask=True)
     if mask is None:
         return read if can_read else Rejection("mask_not_known", "what the mask hides is known at run time only")
     if facts.has_symbols and mask.kind is not MaskKind.NONE:
@@ -115,39 +123,44 @@ def _lowered(form: Form, facts: AttentionFacts) -> Lowered | Rejection:
             why = Rejection("symbolic_sizes", "how many keys each query reads differs from call to call")
             return read if can_read else why
     if mask.kind in (MaskKind.NONE, MaskKind.FULL):
-        return Lowered(form, num_keys=mask.filled(facts.keys) % facts.keys)
+        return CausalAttentionPlan(form, num_keys=mask.filled(facts.keys) % facts.keys)
     # weaveopt's kernel has no window of its own, for one query neither.
-    if mask.kind is MaskKind.CHUNKED or (form is Form.MASKED and mask.kind is MaskKind.WINDOW):
+    if mask.kind is MaskKind.CHUNKED or (form is AttentionImplementation.MASKED and mask.kind is MaskKind.WINDOW):
         why = Rejection("mask_not_supported", "the kernel knows no such mask", (("mask", str(mask)),))
         return read if can_read else why
     last = facts.queries + mask.offset
     if mask.offset < 0 or last > mask.filled(facts.keys):
         values = (("queries", facts.queries), ("keys", facts.keys), ("mask", str(mask)))
         return Rejection("mask_not_supported", "the last query is not at the last key that some query reads", values)
-    return Lowered(form, causal=True, window=mask.window, num_keys=last % facts.keys)
+    return CausalAttentionPlan(form, causal=True, window=mask.window, num_keys=last % facts.keys)
 
 
-def _against(form: Form, lowered: Lowered, facts: AttentionFacts, terms: Terms) -> Iterator[Rejection]:
+def _against(
+    form: AttentionImplementation, lowered: CausalAttentionPlan, facts: AttentionFacts, terms: CausalAttentionTerms
+) -> Iterator[Rejection]:
     keys = lowered.num_keys or facts.keys
     heads = (("head_dim", facts.head_dim), ("value_dim", facts.value_dim))
-    if form is not Form.MASKED and (facts.softcap or facts.has_sinks):
+    if form is not AttentionImplementation.MASKED and (facts.softcap or facts.has_sinks):
         yield Rejection("scores_changed", "no kernel of the library knows soft caps or sinks")
-    if form in (Form.FLASH, Form.CUDNN, Form.MASKED) and facts.dtype not in HALVES:
+    if (
+        form in (AttentionImplementation.FLASH, AttentionImplementation.CUDNN, AttentionImplementation.MASKED)
+        and facts.dtype not in HALVES
+    ):
         yield Rejection("dtype_not_supported", "the kernel takes bfloat16 and float16", (("dtype", facts.dtype),))
-    if form is Form.MASKED and not terms.has_triton:
+    if form is AttentionImplementation.MASKED and not terms.has_triton:
         yield Rejection("no_triton", "Triton, which the kernel is written in, is not installed: pip install triton")
-    if form is Form.FLASH:
+    if form is AttentionImplementation.FLASH:
         if facts.head_dim != facts.value_dim or facts.head_dim > LARGEST_HEAD or facts.head_dim % 8:
             yield Rejection("head_size", "the kernel takes equal head sizes of at most 256", heads)
-    elif form is Form.CUDNN:
+    elif form is AttentionImplementation.CUDNN:
         if facts.head_dim > LARGEST_HEAD_OF_CUDNN or facts.value_dim > 128 or (facts.head_dim | facts.value_dim) % 8:
             yield Rejection("head_size", "the kernel takes head sizes of at most 128, and keys of 192", heads)
-    elif form is Form.CPU:
+    elif form is AttentionImplementation.CPU:
         if facts.head_dim != facts.value_dim:
             yield Rejection("head_size", "the kernel takes equal head sizes", heads)
-    elif form is Form.MASKED and max(facts.head_dim, facts.value_dim) > LARGEST_HEAD:
+    elif form is AttentionImplementation.MASKED and max(facts.head_dim, facts.value_dim) > LARGEST_HEAD:
         yield Rejection("head_size", "the kernel takes head sizes of at most 256", heads)
-    if form in (Form.CUDNN, Form.CPU) and lowered.causal:
+    if form in (AttentionImplementation.CUDNN, AttentionImplementation.CPU) and lowered.causal:
         if lowered.window:
             yield Rejection("mask_not_supported", "the kernel knows no windows", (("window", lowered.window),))
         elif facts.queries != keys:
@@ -171,21 +184,26 @@ def _at(facts: AttentionFacts, tokens: TokenCounts) -> Attention:
     return AttentionCall(attention).at(tokens.hint / (facts.batch * facts.queries))
 
 
-def _estimate(lowered: Lowered, facts: AttentionFacts, whole: Attention, surroundings: Surroundings) -> Estimate:
+def _estimate(
+    lowered: CausalAttentionPlan, facts: AttentionFacts, whole: Attention, surroundings: KernelContext
+) -> Estimate:
     """`whole`: what the site computes at the token count, over all keys."""
     positions = whole.batch * whole.q_len * whole.kv_len
     mask_bytes = positions if lowered.reads_mask else 0
-    if lowered.form is Form.GROUPED and facts.has_mask:
+    if lowered.form is AttentionImplementation.GROUPED and facts.has_mask:
         mask_bytes = positions * DTYPE_BYTES[facts.dtype]
     keys = min(lowered.num_keys, whole.kv_len) if lowered.num_keys else whole.kv_len
     attention = replace(
         whole,
         kv_len=max(keys, whole.q_len if lowered.causal else 1),
         # A mask that is read at run time hides about as much, in graphs that have more than one query.
-        causal=lowered.causal or (lowered.form is Form.MASKED and lowered.reads_mask and whole.q_len > 1),
+        causal=lowered.causal
+        or (lowered.form is AttentionImplementation.MASKED and lowered.reads_mask and whole.q_len > 1),
         mask_bytes=mask_bytes,
         window=lowered.window,
-        kernel="sdpa" if lowered.form in (Form.GROUPED, Form.CPU) else lowered.form.value,
+        kernel="sdpa"
+        if lowered.form in (AttentionImplementation.GROUPED, AttentionImplementation.CPU)
+        else lowered.form.value,
     )
     found = [Term(ATTENTION, surroundings.us_of(ATTENTION, AttentionCall(attention)))]
     if lowered.reads_mask:

@@ -20,11 +20,18 @@ import torch.fx as fx
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.graph.pattern import is_call, tensor_of
 from weaveopt.graph.splice import call_after, current, erase_dead, last_of, replace_uses
-from weaveopt.inductor.kernels import Surroundings
+from weaveopt.inductor.kernels import KernelContext
 from weaveopt.ops.attention.gpu import lacks_triton
 from weaveopt.ops.attention.shapes import RANGE_ROWS
 from weaveopt.records.site import TokenCounts
-from weaveopt.rewrites.causal_attention.candidates import LIBRARY, RULE, Form, Lowered, Terms, candidates
+from weaveopt.rewrites.causal_attention.candidates import (
+    LIBRARY,
+    RULE,
+    AttentionImplementation,
+    CausalAttentionPlan,
+    CausalAttentionTerms,
+    candidates,
+)
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.attention.matcher import KIND, AttentionFacts, AttentionNodes
 
@@ -44,7 +51,7 @@ class CausalAttention:
     ) -> Sequence[Proposal]:
         facts, nodes = found.facts, found.structure
         assert isinstance(facts, AttentionFacts) and isinstance(nodes, AttentionNodes), f"{found.site.id}: no attention"
-        terms = Terms(Surroundings.of(context.machine, context.topologies.values()), not lacks_triton())
+        terms = CausalAttentionTerms(KernelContext.of(context.machine, context.topologies.values()), not lacks_triton())
         return tuple(
             Proposal(candidate, nodes.interior, lowered)
             for candidate, lowered in candidates(facts, tokens, terms, usable_only)
@@ -55,20 +62,22 @@ class CausalAttention:
 
     def replace(self, graph: fx.Graph, chosen: Chosen, placement: Placement, context: Context) -> tuple[str, ...]:
         nodes, lowered = chosen.found.structure, chosen.proposal.plan
-        assert isinstance(nodes, AttentionNodes) and isinstance(lowered, Lowered) and not placement.buffers
+        assert isinstance(nodes, AttentionNodes) and isinstance(lowered, CausalAttentionPlan) and not placement.buffers
         form = nodes.form
         rounding = (f"{RULE}: weights of the keys are summed in another order",)
-        in_place = lowered.form is Form.GROUPED or (lowered.form is Form.CPU and is_call(form.call, _OF_CPUS))
+        in_place = lowered.form is AttentionImplementation.GROUPED or (
+            lowered.form is AttentionImplementation.CPU and is_call(form.call, _OF_CPUS)
+        )
         if form.call is not None and in_place:
             query, key, value = _operands(graph, nodes, lowered)
-            if lowered.form is Form.GROUPED:
+            if lowered.form is AttentionImplementation.GROUPED:
                 form.call.args = (query, key, value, *form.call.args[3:])
             else:
                 hides = lowered.causal and not nodes.has_one_query
                 form.call.args, form.call.kwargs = (query, key, value, 0.0, hides), {"scale": form.scale}
             erase_dead(graph, chosen.proposal.consumes - {form.call, form.output})
             _erase_mask(graph, nodes)
-            return () if lowered.form is Form.GROUPED else rounding
+            return () if lowered.form is AttentionImplementation.GROUPED else rounding
         made = _library(graph, nodes, lowered) if lowered.form in LIBRARY else _masked(graph, nodes, lowered)
         replace_uses(graph, form.output, _as_it_left(graph, made, form.output))
         erase_dead(graph, chosen.proposal.consumes)
@@ -96,7 +105,7 @@ def _node(node: fx.Node) -> fx.Node:
     return found
 
 
-def _operands(graph: fx.Graph, nodes: AttentionNodes, lowered: Lowered) -> tuple[fx.Node, fx.Node, fx.Node]:
+def _operands(graph: fx.Graph, nodes: AttentionNodes, lowered: CausalAttentionPlan) -> tuple[fx.Node, fx.Node, fx.Node]:
     """Query, keys and values; without the keys after the last that some query reads."""
     query, key, value = (_node(each) for each in (nodes.form.query, nodes.key, nodes.value))
     if lowered.num_keys:
@@ -106,14 +115,14 @@ def _operands(graph: fx.Graph, nodes: AttentionNodes, lowered: Lowered) -> tuple
     return query, key, value
 
 
-def _library(graph: fx.Graph, nodes: AttentionNodes, lowered: Lowered) -> fx.Node:
+def _library(graph: fx.Graph, nodes: AttentionNodes, lowered: CausalAttentionPlan) -> fx.Node:
     operands = _operands(graph, nodes, lowered)
     rest = (nodes.form.scale, lowered.causal, lowered.window, lowered.form.value)
     op = torch.ops.weave.library_attention.default
     return call_after(graph, last_of(graph, operands), op, (*operands, *rest), like=nodes.form.output)
 
 
-def _masked(graph: fx.Graph, nodes: AttentionNodes, lowered: Lowered) -> fx.Node:
+def _masked(graph: fx.Graph, nodes: AttentionNodes, lowered: CausalAttentionPlan) -> fx.Node:
     query, key, value = operands = _operands(graph, nodes, lowered)
     positions = list(operands)
     mask = ranges = None

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from weaveopt.cost_model import Machine
 from weaveopt.cost_model.tile_config import TILES, TileConfig
-from weaveopt.fabrics.reaching import reaching
+from weaveopt.fabrics.fabric_eligibility import eligible_fabrics
 from weaveopt.fabrics.topology import Topology
 from weaveopt.ops.gemm_comm.all_reduce.call import CHUNKS, ChunkRow
 from weaveopt.ops.reduction.prices.kernels import kernel_variants
@@ -19,7 +19,14 @@ from weaveopt.records.candidate import Candidate, Fabric, Rejection, TableRow, V
 from weaveopt.records.site import TokenCounts
 from weaveopt.records.task import Task
 from weaveopt.rewrites.gemm_all_reduce import tiles
-from weaveopt.rewrites.gemm_all_reduce.estimate import Chunked, Exchange, at_tokens, best_chunks, exchange_of, waves
+from weaveopt.rewrites.gemm_all_reduce.estimate import (
+    Chunked,
+    ChunkExchange,
+    at_tokens,
+    best_chunks,
+    exchange_of,
+    waves,
+)
 from weaveopt.rewrites.reduction.eligible import shape_rejections
 from weaveopt.rewrites.reduction.plan import two_shot_division
 from weaveopt.rewrites.reduction.workload import workload_of
@@ -30,7 +37,7 @@ NORM_APART = "norm apart: the sum is handed out whole and alone, and every rank 
 
 
 @dataclass(frozen=True)
-class Lowered:
+class GemmAllReducePlan:
     """Plan of a candidate, as the rule keeps it until the rewrite."""
 
     workload: Workload
@@ -70,11 +77,11 @@ class Lowered:
         return max((row.chunk_tokens for row in self.chunks), default=self.workload.max_tokens)
 
 
-Found = tuple[Candidate, Lowered | None]
+Found = tuple[Candidate, GemmAllReducePlan | None]
 
 
 @dataclass(frozen=True)
-class Form:
+class GemmAllReduceMatch:
     """The part of a site that the operation can compute."""
 
     workload: Workload
@@ -90,7 +97,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Terms:
+class GemmAllReduceTerms:
     """Inputs of the candidates apart from the site: equal for all sites of a group in one compile."""
 
     topology: Topology
@@ -105,7 +112,7 @@ class Terms:
 
 @lru_cache(maxsize=4096)
 def candidates(
-    facts: ReductionFacts, tokens: TokenCounts, known: Terms, usable_only: bool = False
+    facts: ReductionFacts, tokens: TokenCounts, known: GemmAllReduceTerms, usable_only: bool = False
 ) -> tuple[Found, ...]:
     """Every variant on every fabric, allowed or rejected, with its estimate at the hint where one can be made.
 
@@ -114,7 +121,7 @@ def candidates(
     found: list[Found] = []
     machine = known.machine
     forms = tuple(_forms(facts, tokens, known))
-    for fabric, reasons in reaching(known.topology, machine, VARIANTS):
+    for fabric, reasons in eligible_fabrics(known.topology, machine, VARIANTS):
         if reasons:
             found.append((Candidate(RULE, fabric, rejections=reasons), None))
             continue
@@ -122,24 +129,26 @@ def candidates(
     return tuple(each for each in found if each[0].allowed or not usable_only)
 
 
-def _forms(facts: ReductionFacts, tokens: TokenCounts, known: Terms) -> Iterator[Form]:
+def _forms(facts: ReductionFacts, tokens: TokenCounts, known: GemmAllReduceTerms) -> Iterator[GemmAllReduceMatch]:
     """Forms of a site that the operation supports: all of it; and the unnormalized sum alone, if every rank
     needs it."""
     whole = workload_of(facts, tokens, takes_gemm=True, quantizes=False)
     if not known.norm_refused:
-        yield Form(whole, facts.group, tiles_refused=known.tiles_refused)
+        yield GemmAllReduceMatch(whole, facts.group, tiles_refused=known.tiles_refused)
     if facts.has_norm and (known.norm_refused or facts.sum_is_read):
-        yield Form(with_norm_apart(whole), facts.group, norm_apart=True, tiles_refused=known.apart_refused)
+        yield GemmAllReduceMatch(
+            with_norm_apart(whole), facts.group, norm_apart=True, tiles_refused=known.apart_refused
+        )
 
 
-def _chunks_in_turn(form: Form, machine: Machine) -> Found:
+def _chunks_in_turn(form: GemmAllReduceMatch, machine: Machine) -> Found:
     """CPU ranks: chunks follow one another."""
-    ways = [Exchange(Fabric.SHM, algorithm) for algorithm in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT)]
+    ways = [ChunkExchange(Fabric.SHM, algorithm) for algorithm in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT)]
     best = best_chunks(machine, form.workload, ways)
     if best is None:
         return _indivisible(form, machine, Fabric.SHM)
     algorithm = best.exchange.algorithm
-    lowered = Lowered(
+    lowered = GemmAllReducePlan(
         form.workload, Fabric.SHM, CHUNKS, chunk_table(machine, form.workload, best), norm_apart=form.norm_apart,
         tasks=best.tasks,
     )  # fmt: skip
@@ -149,7 +158,7 @@ def _chunks_in_turn(form: Form, machine: Machine) -> Found:
     return _candidate(best, form, lowered, parameters), lowered
 
 
-def _chunks_concurrent(form: Form, machine: Machine) -> Found:
+def _chunks_concurrent(form: GemmAllReduceMatch, machine: Machine) -> Found:
     """GPUs: the exchange of a chunk runs on few CTAs, concurrently with the GEMM of the next."""
     fabric, workload = Fabric.PEER, form.workload
     reasons = shape_rejections(workload, fabric)
@@ -171,7 +180,7 @@ def _chunks_concurrent(form: Form, machine: Machine) -> Found:
         ("num_ctas", kernel.num_ctas),
         ("measured", kernel.measured),
     )
-    lowered = Lowered(
+    lowered = GemmAllReducePlan(
         workload, fabric, CHUNKS, chunk_table(machine, workload, best), norm_apart=form.norm_apart, tasks=best.tasks
     )
     row = KernelRow(lowered.max_tokens, kernel.algorithm, kernel.transfer, kernel.num_ctas)
@@ -179,7 +188,7 @@ def _chunks_concurrent(form: Form, machine: Machine) -> Found:
     return candidate, replace(lowered, rows=(row,))
 
 
-def _tiles(form: Form, machine: Machine) -> Found:
+def _tiles(form: GemmAllReduceMatch, machine: Machine) -> Found:
     """GPUs: one kernel computes the GEMM, and sends its tiles as they are finished."""
     fabric, workload = Fabric.PEER, form.workload
     named = form.named(TILES)
@@ -197,7 +206,7 @@ def _tiles(form: Form, machine: Machine) -> Found:
         ("finisher_ctas", cut.finisher_ctas),
         ("measured", found.measured),
     )
-    lowered = Lowered(
+    lowered = GemmAllReducePlan(
         workload, fabric, TILES, (), (KernelRow(workload.tokens, Algorithm.TWO_SHOT, Transfer.TILES),),
         norm_apart=form.norm_apart, cut=cut, division=two_shot_division(form.group, fabric, workload),
         gather_us=found.gather_us if workload.sum_may_shard else 0.0,
@@ -205,7 +214,7 @@ def _tiles(form: Form, machine: Machine) -> Found:
     return Candidate(RULE, fabric, named, parameters, found.estimate, notes=tile_notes(lowered)), lowered
 
 
-def tile_notes(lowered: Lowered) -> tuple[str, ...]:
+def tile_notes(lowered: GemmAllReducePlan) -> tuple[str, ...]:
     """Notes of the report on tiles, in addition to their price."""
     notes = []
     if lowered.norm_apart:
@@ -217,7 +226,7 @@ def tile_notes(lowered: Lowered) -> tuple[str, ...]:
     return tuple(notes)
 
 
-VARIANTS: Mapping[Fabric, tuple[Callable[[Form, Machine], Found], ...]] = MappingProxyType({
+VARIANTS: Mapping[Fabric, tuple[Callable[[GemmAllReduceMatch, Machine], Found], ...]] = MappingProxyType({
     Fabric.SHM: (_chunks_in_turn,),
     Fabric.PEER: (_chunks_concurrent, _tiles),
 })  # fmt: skip
@@ -251,13 +260,13 @@ def _division(best: Chunked) -> Values:
     return ("num_chunks", len(best.rows)), ("chunk_tokens", best.rows[0])
 
 
-def _candidate(best: Chunked, form: Form, lowered: Lowered, parameters: Values) -> Candidate:
+def _candidate(best: Chunked, form: GemmAllReduceMatch, lowered: GemmAllReducePlan, parameters: Values) -> Candidate:
     named = form.named(CHUNKS)
     table = tuple(TableRow(row.max_tokens, f"chunks of {row.chunk_tokens}") for row in lowered.chunks)
     return Candidate(RULE, lowered.fabric, named, parameters, best.estimate, table=table, notes=_notes(best, form))
 
 
-def _notes(best: Chunked, form: Form) -> tuple[str, ...]:
+def _notes(best: Chunked, form: GemmAllReduceMatch) -> tuple[str, ...]:
     workload, way = form.workload, "beside" if best.exchange.contention is not None else "before"
     notes = [f"chunks: rows go {best.rows[0]} at a time, the exchange of each {way} the GEMM of the next"]
     if form.norm_apart:
@@ -267,7 +276,7 @@ def _notes(best: Chunked, form: Form) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _indivisible(form: Form, machine: Machine, fabric: Fabric) -> Found:
+def _indivisible(form: GemmAllReduceMatch, machine: Machine, fabric: Fabric) -> Found:
     """Why there are no chunks."""
     known = waves(machine, form.workload)
     values: Values = (("tokens", form.workload.tokens),)

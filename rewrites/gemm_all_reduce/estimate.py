@@ -29,7 +29,7 @@ from weaveopt.records.task import Task
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ChunkExchange:
     """The kernel that exchanges every chunk's rows."""
 
     fabric: Fabric
@@ -49,7 +49,7 @@ class Exchange:
 class Chunked:
     """One way to divide a site's rows."""
 
-    exchange: Exchange
+    exchange: ChunkExchange
     rows: tuple[int, ...]
     """Rows of every chunk."""
     tasks: tuple[Task, ...]
@@ -89,13 +89,13 @@ class _Sizes:
     workload: Workload
     _made: dict[int, Workload] = field(default_factory=dict)
 
-    def times(self, exchange: Exchange, rows: int) -> ChunkTimes:
+    def times(self, exchange: ChunkExchange, rows: int) -> ChunkTimes:
         chunk = self._made.get(rows)
         if chunk is None:
             chunk = self._made[rows] = at_tokens(self.workload, rows)
         return _times(self.machine, chunk, exchange)
 
-    def chunks(self, exchange: Exchange, rows: Sequence[int]) -> list[ChunkTimes]:
+    def chunks(self, exchange: ChunkExchange, rows: Sequence[int]) -> list[ChunkTimes]:
         times = {each: self.times(exchange, each) for each in set(rows)}
         return at_least([times[each] for each in rows], self.times(exchange, self.workload.tokens).gemm_us)
 
@@ -105,7 +105,7 @@ class _Sizes:
         return num_chunks * host_us(self.machine) * slowdown
 
 
-def estimate_chunks(machine: Machine, workload: Workload, exchange: Exchange, rows: Sequence[int]) -> Chunked:
+def estimate_chunks(machine: Machine, workload: Workload, exchange: ChunkExchange, rows: Sequence[int]) -> Chunked:
     """The site in chunks of `rows`.
 
     Terms: `gemm`, all chunks' GEMMs; `exchange`, of every chunk but the last; `last chunk`, the last one's, which
@@ -116,7 +116,7 @@ def estimate_chunks(machine: Machine, workload: Workload, exchange: Exchange, ro
     return _chunked(sizes, exchange, rows, sizes.chunks(exchange, rows))
 
 
-def _chunked(sizes: _Sizes, exchange: Exchange, rows: Sequence[int], chunks: Sequence[ChunkTimes]) -> Chunked:
+def _chunked(sizes: _Sizes, exchange: ChunkExchange, rows: Sequence[int], chunks: Sequence[ChunkTimes]) -> Chunked:
     tasks = chunk_tasks(chunks, exchange.ctas)
     gemm_us = sum(each.gemm_us for each in chunks)
     last_us = chunks[-1].exchange_us if chunks else 0.0
@@ -133,14 +133,14 @@ def _chunked(sizes: _Sizes, exchange: Exchange, rows: Sequence[int], chunks: Seq
     return Chunked(exchange, tuple(rows), tasks, Estimate(kept, sizes.machine.relative_error))
 
 
-def _least_us(sizes: _Sizes, exchange: Exchange, rows: Sequence[int], chunks: Sequence[ChunkTimes]) -> float:
+def _least_us(sizes: _Sizes, exchange: ChunkExchange, rows: Sequence[int], chunks: Sequence[ChunkTimes]) -> float:
     """`_chunked` finds no less."""
     found = exchange.contention
     least = serial_us(chunks) if found is None else least_us(chunks, found.gemm, found.communication)
     return least + sizes.waited_us(len(rows))
 
 
-def best_chunks(machine: Machine, workload: Workload, exchanges: Sequence[Exchange]) -> Chunked | None:
+def best_chunks(machine: Machine, workload: Workload, exchanges: Sequence[ChunkExchange]) -> Chunked | None:
     """The division and exchange predicted fastest, of equally fast ones the first; None where there is no division."""
     sizes = _Sizes(machine, workload)
     ways = [
@@ -159,15 +159,15 @@ def best_chunks(machine: Machine, workload: Workload, exchanges: Sequence[Exchan
     return None if best is None else best[2]
 
 
-def exchange_of(kernel: KernelVariant, fabric: Fabric, machine: Machine) -> Exchange:
+def exchange_of(kernel: KernelVariant, fabric: Fabric, machine: Machine) -> ChunkExchange:
     """Exchange of a kernel variant, with its measured contention with a GEMM."""
-    return Exchange(fabric, kernel.algorithm, kernel, contention_row(machine, kernel.num_ctas))
+    return ChunkExchange(fabric, kernel.algorithm, kernel, contention_row(machine, kernel.num_ctas))
 
 
-def _fastest(sizes: _Sizes, exchanges: Sequence[Exchange], rows: int) -> list[Exchange]:
+def _fastest(sizes: _Sizes, exchanges: Sequence[ChunkExchange], rows: int) -> list[ChunkExchange]:
     """Fastest exchange for chunks of `rows`, one for each level of contention with a GEMM."""
     message_bytes = sizes.workload.message_bytes // max(sizes.workload.tokens, 1) * rows
-    best: dict[ContentionRow | None, tuple[float, Exchange]] = {}
+    best: dict[ContentionRow | None, tuple[float, ChunkExchange]] = {}
     for exchange in exchanges:
         if exchange.kernel is not None and not exchange.kernel.covers(message_bytes):
             continue
@@ -178,7 +178,7 @@ def _fastest(sizes: _Sizes, exchanges: Sequence[Exchange], rows: int) -> list[Ex
 
 
 @lru_cache(maxsize=16384)
-def _times(machine: Machine, chunk: Workload, exchange: Exchange) -> ChunkTimes:
+def _times(machine: Machine, chunk: Workload, exchange: ChunkExchange) -> ChunkTimes:
     """Times of one chunk. If the sum is read it is returned unsharded, as every chunk is divided among
     ranks by itself."""
     kernel = exchange.kernel

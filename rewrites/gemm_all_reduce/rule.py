@@ -32,7 +32,13 @@ from weaveopt.ops.gemm_comm.all_reduce.call import GemmReductionCall, WeightLayo
 from weaveopt.ops.reduction.call import FEATURES, SumOut
 from weaveopt.records.candidate import Candidate, Rejection
 from weaveopt.records.site import TokenCounts
-from weaveopt.rewrites.gemm_all_reduce.candidates import RULE, Lowered, Terms, candidates, tile_notes
+from weaveopt.rewrites.gemm_all_reduce.candidates import (
+    RULE,
+    GemmAllReducePlan,
+    GemmAllReduceTerms,
+    candidates,
+    tile_notes,
+)
 from weaveopt.rewrites.gemm_all_reduce.tiles import form_rejections
 from weaveopt.rewrites.reduction.aliasing import aliasing_of_groups
 from weaveopt.rewrites.reduction.eligible import norms_refused, refused_anywhere
@@ -42,7 +48,7 @@ from weaveopt.rewrites.reduction.splice import made_by, operand_nodes, rounding,
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal, ReuseHook
 from weaveopt.sites.reduction.matcher import KIND, Reduction, ReductionFacts
 from weaveopt.sites.shared.epilogue import Reduced
-from weaveopt.sites.shared.linear import Gemm, gemm_at
+from weaveopt.sites.shared.linear import MatchedGemm, gemm_at
 
 
 class GemmAllReduce:
@@ -62,7 +68,7 @@ class GemmAllReduce:
             reasons = (*refused, *norm_refused)
             return () if usable_only else (Proposal(Candidate(RULE, rejections=reasons)),)
         whole, apart = (_tiles_refused(found, structure, takes_norm) for takes_norm in (True, False))
-        known = Terms(context.topologies[facts.group], context.machine, bool(norm_refused), whole, apart)
+        known = GemmAllReduceTerms(context.topologies[facts.group], context.machine, bool(norm_refused), whole, apart)
         taken_in = (Proposal(Candidate(RULE, rejections=norm_refused)),) if norm_refused and not usable_only else ()
         return (
             *taken_in,
@@ -83,7 +89,11 @@ class GemmAllReduce:
         settled = {}
         for each in chosen:
             lowered, structure = each.proposal.plan, each.found.structure
-            if isinstance(lowered, Lowered) and isinstance(structure, Reduction) and lowered.division is not None:
+            if (
+                isinstance(lowered, GemmAllReducePlan)
+                and isinstance(structure, Reduction)
+                and lowered.division is not None
+            ):
                 norm = structure.reduced.norm
                 plan = with_fields(
                     lowered,
@@ -125,7 +135,7 @@ class GemmAllReduce:
 
 
 def _call_of(
-    chosen: Chosen, lowered: Lowered, reduced: Reduced, placement: Placement, sum_used: bool, context: Context
+    chosen: Chosen, lowered: GemmAllReducePlan, reduced: Reduced, placement: Placement, sum_used: bool, context: Context
 ) -> GemmReductionCall:
     """The constants of the site's call, equal on all ranks."""
     whole = whole_call(chosen, lowered, reduced, placement, sum_used, context)
@@ -139,12 +149,12 @@ def _call_of(
     return GemmReductionCall(exchange, lowered.variant, lowered.chunks, lowered.cut)
 
 
-def _lowered(chosen: Chosen) -> Lowered:
-    assert isinstance(chosen.proposal.plan, Lowered), f"{chosen.found.site.id} was lowered by another rule"
+def _lowered(chosen: Chosen) -> GemmAllReducePlan:
+    assert isinstance(chosen.proposal.plan, GemmAllReducePlan), f"{chosen.found.site.id} was lowered by another rule"
     return chosen.proposal.plan
 
 
-def _consumed(structure: Reduction, lowered: Lowered | None) -> frozenset[fx.Node]:
+def _consumed(structure: Reduction, lowered: GemmAllReducePlan | None) -> frozenset[fx.Node]:
     """Nodes that a candidate removes from the graph."""
     if lowered is None:
         return frozenset()
@@ -158,7 +168,7 @@ def _tiles_refused(found: FoundSite, structure: Reduction, takes_norm: bool) -> 
     return form_rejections(structure.reduced, layout, found.is_symbolic, takes_norm)
 
 
-def _stored(gemm: Gemm) -> tuple[fx.Node, WeightLayout]:
+def _stored(gemm: MatchedGemm) -> tuple[fx.Node, WeightLayout]:
     """The weight as it is stored, of which the GEMM's right operand may be the transposed view."""
     weight = gemm.transposed_b
     return (gemm.b, WeightLayout.KN) if weight is None else (weight, WeightLayout.NK)

@@ -32,7 +32,7 @@ SYMBOLIC = Rejection("symbolic_tokens", "the kernel is planned for one token cou
 
 
 @dataclass(frozen=True)
-class Priced:
+class PricedTiles:
     """The kernel at a site, by the cut that is predicted fastest."""
 
     cut: TileConfig
@@ -90,7 +90,7 @@ def size_rejections(workload: Workload) -> list[Rejection]:
     return reasons
 
 
-def price(machine: Machine, workload: Workload, fabric: Fabric) -> Priced | Rejection:
+def price(machine: Machine, workload: Workload, fabric: Fabric) -> PricedTiles | Rejection:
     """The kernel at a site that it takes; or why its time is not known.
 
     Terms: `gemm`, as the graph's own would take; `exposed`, what the kernel takes beyond that; `gather`, in full,
@@ -115,7 +115,7 @@ def price(machine: Machine, workload: Workload, fabric: Fabric) -> Priced | Reje
     named = dict(machine.origins)
     gathered_us = gather_us(machine, workload, fabric) if hands_out is HandsOut.NORM else 0.0
     origins = {named[curve.origin].kind for curves in kernels.by_cut[cut].values() for curve in curves}
-    return Priced(cut, _estimate(machine, workload, us, gathered_us), gathered_us, origins == {MEASURED})
+    return PricedTiles(cut, _estimate(machine, workload, us, gathered_us), gathered_us, origins == {MEASURED})
 
 
 def _hands_out(workload: Workload) -> HandsOut:

@@ -16,14 +16,14 @@ from weaveopt.sites.sequence.scatter_epilogue import Scattered
 from weaveopt.sites.sequence.scatter_matcher import ScatterFacts
 from weaveopt.sites.sequence.scatter_producer import Partial
 from weaveopt.sites.shared.epilogue import WAIT
-from weaveopt.sites.shared.linear import Gemm
+from weaveopt.sites.shared.linear import MatchedGemm
 
 
 @dataclass(frozen=True)
-class Form:
+class GemmReduceScatterMatch:
     """The part of a site that the operation computes."""
 
-    gemms: tuple[Gemm, ...]
+    gemms: tuple[MatchedGemm, ...]
     addends: tuple[fx.Node, ...]
     """Vectors [n] and values of [m, n] elements."""
     scale: float
@@ -37,7 +37,7 @@ class Form:
     consumes: frozenset[fx.Node]
 
 
-def form_of(facts: ScatterFacts, structure: Scattered) -> Form | tuple[Rejection, ...]:
+def form_of(facts: ScatterFacts, structure: Scattered) -> GemmReduceScatterMatch | tuple[Rejection, ...]:
     """Reasons that no fabric or parameter changes; all that hold are listed."""
     partials = structure.partials
     result, consumes, residuals = _replaced(structure)
@@ -54,7 +54,7 @@ def form_of(facts: ScatterFacts, structure: Scattered) -> Form | tuple[Rejection
     assert outer is not None and shape is not None
     addends = tuple(node for partial in partials for node in (*partial.biases, *partial.addends))
     scale = partials[0].scale / (facts.world if facts.reduce_op == "avg" else 1)
-    return Form(gemms, addends, scale, outer, result, shape, residuals, consumes)
+    return GemmReduceScatterMatch(gemms, addends, scale, outer, result, shape, residuals, consumes)
 
 
 def _replaced(structure: Scattered) -> tuple[fx.Node, frozenset[fx.Node], tuple[fx.Node, ...]]:
@@ -69,7 +69,7 @@ def _replaced(structure: Scattered) -> tuple[fx.Node, frozenset[fx.Node], tuple[
     return after.total, frozenset({*exchanged, *after.passed}), after.residuals
 
 
-def _outer(facts: ScatterFacts, partial: Partial, gemm: Gemm) -> Size:
+def _outer(facts: ScatterFacts, partial: Partial, gemm: MatchedGemm) -> Size:
     if facts.dim == -1:
         return 1
     value = tensor_of(gemm.node)
@@ -95,7 +95,7 @@ def _against(facts: ScatterFacts, structure: Scattered) -> Iterator[Rejection]:
         yield Rejection("sum_not_plain", message, behind)
 
 
-def form_refused(facts: ScatterFacts, form: Form) -> tuple[Rejection, ...]:
+def form_refused(facts: ScatterFacts, form: GemmReduceScatterMatch) -> tuple[Rejection, ...]:
     """Rejections for what the kernel does not support at a site, whatever its sizes."""
     reasons: list[Rejection] = []
     if len(form.gemms) != 1:

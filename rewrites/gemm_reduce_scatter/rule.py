@@ -25,13 +25,13 @@ from weaveopt.cost_model import Gemm
 from weaveopt.graph.pattern import tensor_of
 from weaveopt.graph.sizes import argument_of, find_shape, inputs_of, viewed_as
 from weaveopt.graph.splice import call_after, current, erase_dead, last_of, replace_uses
-from weaveopt.ops.gemm_comm.prices import Lowered
+from weaveopt.ops.gemm_comm.prices import GemmCommPlan
 from weaveopt.ops.gemm_comm.reduce_scatter.call import GemmReduceScatterCall
 from weaveopt.ops.gemm_comm.reduce_scatter.op import SITES
-from weaveopt.ops.gemm_comm.reduce_scatter.prices import Work, candidates
+from weaveopt.ops.gemm_comm.reduce_scatter.prices import GemmReduceScatterWork, candidates
 from weaveopt.records.candidate import Candidate
 from weaveopt.records.site import TokenCounts
-from weaveopt.rewrites.gemm_reduce_scatter.forms import Form, form_of, form_refused
+from weaveopt.rewrites.gemm_reduce_scatter.forms import GemmReduceScatterMatch, form_of, form_refused
 from weaveopt.rule import BufferRequest, Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.sequence.scatter_epilogue import Scattered
 from weaveopt.sites.sequence.scatter_matcher import KIND, ScatterFacts
@@ -52,7 +52,7 @@ class GemmReduceScatter:
     ) -> Sequence[Proposal]:
         facts, structure = _site(found)
         form = form_of(facts, structure)
-        if not isinstance(form, Form):
+        if not isinstance(form, GemmReduceScatterMatch):
             return () if usable_only else (Proposal(Candidate(RULE, rejections=form)),)
         whole = sum(1 for node in form.addends if (value := tensor_of(node)) is not None and value.ndim > 1)
         work = work_of(facts, [gemm.sizes[2] for gemm in form.gemms], tokens, whole, len(form.residuals))
@@ -68,7 +68,7 @@ class GemmReduceScatter:
     def replace(self, graph: fx.Graph, chosen: Chosen, placement: Placement, context: Context) -> tuple[str, ...]:
         facts, structure = _site(chosen.found)
         form = form_of(facts, structure)
-        assert isinstance(form, Form), f"{chosen.found.site.id}: {form}"
+        assert isinstance(form, GemmReduceScatterMatch), f"{chosen.found.site.id}: {form}"
         call = _call(chosen, context, placement.channel)
         first = structure.collectives[0]
         a = [_node(gemm.a) for gemm in form.gemms]
@@ -99,7 +99,9 @@ def _call(chosen: Chosen, context: Context, channel: int = 0) -> GemmReduceScatt
     """The constants of the site's call, equal on all ranks."""
     facts, structure = _site(chosen.found)
     lowered, form = chosen.proposal.plan, form_of(facts, structure)
-    assert isinstance(lowered, Lowered) and isinstance(form, Form), f"{chosen.found.site.id}: {lowered}, {form}"
+    assert isinstance(lowered, GemmCommPlan) and isinstance(form, GemmReduceScatterMatch), (
+        f"{chosen.found.site.id}: {lowered}, {form}"
+    )
     return GemmReduceScatterCall(
         site=chosen.found.site.id,
         group=facts.group,
@@ -122,7 +124,7 @@ def _node(node: fx.Node) -> fx.Node:
     return found
 
 
-def _rows(graph: fx.Graph, addend: fx.Node, form: Form) -> fx.Node:
+def _rows(graph: fx.Graph, addend: fx.Node, form: GemmReduceScatterMatch) -> fx.Node:
     """A vector as it is, anything else in the shape of what the GEMM makes."""
     value, gemm = tensor_of(addend), form.gemms[0].node
     assert value is not None, f"{addend.name} makes no tensor"
@@ -133,7 +135,7 @@ def _rows(graph: fx.Graph, addend: fx.Node, form: Form) -> fx.Node:
     return viewed_as(graph, addend, shape, like=gemm)
 
 
-def _added(graph: fx.Graph, result: fx.Node, residual: fx.Node, form: Form) -> fx.Node:
+def _added(graph: fx.Graph, result: fx.Node, residual: fx.Node, form: GemmReduceScatterMatch) -> fx.Node:
     other = viewed_as(graph, residual, form.shape, like=form.result)
     return call_after(graph, max(result, other), aten.add.Tensor, (result, other), like=form.result)
 
@@ -145,7 +147,9 @@ def _rounding(facts: ScatterFacts) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def work_of(facts: ScatterFacts, depths: Sequence[int], tokens: TokenCounts, addends: int, residuals: int) -> Work:
+def work_of(
+    facts: ScatterFacts, depths: Sequence[int], tokens: TokenCounts, addends: int, residuals: int
+) -> GemmReduceScatterWork:
     """`depths`: k of every GEMM."""
     gemms = tuple(Gemm(tokens.hint, depth, facts.n) for depth in depths)
-    return Work(gemms, facts.dtype, facts.world, facts.hosts, addends, residuals)
+    return GemmReduceScatterWork(gemms, facts.dtype, facts.world, facts.hosts, addends, residuals)

@@ -25,7 +25,7 @@ import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.reduction import fused
 from weaveopt.rewrites.reduction.begun import may_overlap
-from weaveopt.rewrites.reduction.candidates import Lowered
+from weaveopt.rewrites.reduction.candidates import FusedReductionPlan
 from weaveopt.rewrites.reduction.lowering import memory_of
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.reduction.matcher import KIND
@@ -53,7 +53,7 @@ class HierarchicalAllReduce:
         settled = {}
         for each in chosen:
             lowered = each.proposal.plan
-            if each.proposal.candidate.choice == self.name and isinstance(lowered, Lowered):
+            if each.proposal.candidate.choice == self.name and isinstance(lowered, FusedReductionPlan):
                 notes = fused.notes_of(lowered, each.found.facts)
                 settled[each.found.site.id] = replace(
                     each.proposal, candidate=replace(each.proposal.candidate, notes=notes)

@@ -30,7 +30,7 @@ from weaveopt.cost_model.mixture import (
 )
 from weaveopt.cost_model.token_grid import grid_of
 from weaveopt.inductor.calls import GEMM, MEMORY
-from weaveopt.inductor.kernels import Surroundings
+from weaveopt.inductor.kernels import KernelContext
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, TableRow, Term
 from weaveopt.records.site import TokenCounts
 from weaveopt.records.skew import Skew
@@ -81,7 +81,7 @@ def candidates(
     facts: MixtureFacts,
     transposed: bool,
     tokens: TokenCounts,
-    surroundings: Surroundings,
+    surroundings: KernelContext,
     host: Host,
     usable_only: bool,
 ) -> Iterator[Candidate]:

@@ -23,9 +23,9 @@ import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.cost_model.mixture import WIDE
 from weaveopt.graph.pattern import tensor_of
 from weaveopt.graph.splice import call_after, current, erase_dead, last_of, replace_uses
-from weaveopt.inductor.kernels import Surroundings
+from weaveopt.inductor.kernels import KernelContext
 from weaveopt.ops.experts.activation import Activation
-from weaveopt.ops.experts.call import ExpertsCall, Kernels
+from weaveopt.ops.experts.call import ExpertsCall, ExpertsKernel
 from weaveopt.ops.experts.gpu import has_triton
 from weaveopt.ops.experts.hopper import lacks_hopper
 from weaveopt.records.site import TokenCounts
@@ -37,7 +37,12 @@ from weaveopt.sites.mixture.matcher import KIND, MixtureFacts
 aten = torch.ops.aten
 
 
-_KERNELS = {KERNELS: Kernels.TRITON, HOPPER: Kernels.HOPPER, ONE: Kernels.ONE, WIDE: Kernels.WIDE}
+_KERNELS = {
+    KERNELS: ExpertsKernel.TRITON,
+    HOPPER: ExpertsKernel.HOPPER,
+    ONE: ExpertsKernel.ONE,
+    WIDE: ExpertsKernel.WIDE,
+}
 
 
 class MoeFused:
@@ -50,7 +55,7 @@ class MoeFused:
         self, found: FoundSite, tokens: TokenCounts, context: Context, usable_only: bool = False
     ) -> Sequence[Proposal]:
         facts, experts = _site(found)
-        surroundings = Surroundings.of(context.machine, context.topologies.values())
+        surroundings = KernelContext.of(context.machine, context.topologies.values())
         host, transposed = Host(has_triton(), lacks_hopper()), experts.up.transposed or experts.down.transposed
         return tuple(
             Proposal(candidate, experts.nodes)
@@ -65,7 +70,9 @@ class MoeFused:
         candidate = chosen.proposal.candidate
         call = dataclasses.replace(
             call_of(facts.activation),
-            kernels=_KERNELS.get(candidate.table[-1].variant if candidate.table else candidate.variant, Kernels.TRITON),
+            kernels=_KERNELS.get(
+                candidate.table[-1].variant if candidate.table else candidate.variant, ExpertsKernel.TRITON
+            ),
             table=tuple((row.max_tokens, _KERNELS[row.variant]) for row in candidate.table[:-1]),
         )
         x = _node(experts.x)

@@ -13,7 +13,7 @@ from weaveopt.graph.splice import call_after
 from weaveopt.inductor.calls import ATTENTION, GEMM, kind_of
 from weaveopt.records.candidate import Candidate
 from weaveopt.records.task import Stream, Task
-from weaveopt.rewrites.reduction.candidates import Lowered
+from weaveopt.rewrites.reduction.candidates import FusedReductionPlan
 from weaveopt.rule import FoundSite
 from weaveopt.sites.reduction.matcher import Reduction
 
@@ -22,7 +22,7 @@ IN_LINE = frozenset({"gemm", "add", "copy", "host"})
 WAIT = frozenset({torch.ops._c10d_functional.wait_tensor.default})
 
 
-def begun_tasks(candidate: Candidate, lowered: Lowered, structure: Reduction) -> tuple[Task, ...]:
+def begun_tasks(candidate: Candidate, lowered: FusedReductionPlan, structure: Reduction) -> tuple[Task, ...]:
     """The exchange on the communication stream, from its collective to the first reader of a result. Empty for a
     candidate in line."""
     if not lowered.begun or candidate.estimate is None:

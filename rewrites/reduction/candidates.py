@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from weaveopt.cost_model import Machine, host_us
-from weaveopt.fabrics.reaching import not_measured, reaching
+from weaveopt.fabrics.fabric_eligibility import eligible_fabrics, not_measured
 from weaveopt.fabrics.topology import Topology
 from weaveopt.fabrics.traits import TRAITS
 from weaveopt.ops.reduction import call as op
@@ -35,7 +35,7 @@ and the GEMM stays in the graph, where Inductor picks its kernel."""
 
 
 @dataclass(frozen=True)
-class Lowered:
+class FusedReductionPlan:
     """Plan of a candidate, as the rule keeps it until the rewrite."""
 
     workload: Workload
@@ -81,11 +81,11 @@ class Lowered:
 
 
 SAME_CORES = Rejection("same_cores", "ranks exchange rows on the cores that compute: nothing would run in between")
-Found = tuple[Candidate, Lowered]
+Found = tuple[Candidate, FusedReductionPlan]
 
 
 @dataclass(frozen=True)
-class Terms:
+class FusedReductionTerms:
     """Inputs of the candidates apart from the site: equal for all sites of a group in one compile."""
 
     rule: str
@@ -103,7 +103,7 @@ class Terms:
 
 @lru_cache(maxsize=4096)
 def candidates(
-    facts: ReductionFacts, tokens: TokenCounts, known: Terms, usable_only: bool = False
+    facts: ReductionFacts, tokens: TokenCounts, known: FusedReductionTerms, usable_only: bool = False
 ) -> tuple[Found, ...]:
     """Every kernel on every fabric, allowed or rejected, with its estimate at the hint where one can be made.
 
@@ -111,7 +111,7 @@ def candidates(
     """
     found: list[Found] = []
     machine = known.machine
-    for fabric, against in reaching(known.topology, machine, op.FEATURES):
+    for fabric, against in eligible_fabrics(known.topology, machine, op.FEATURES):
         if TRAITS[fabric].crosses_hosts is not known.between_hosts or (against and usable_only):
             continue
         reasons, features = list(against), op.FEATURES.get(fabric)
@@ -126,7 +126,9 @@ def candidates(
         workload = workload_of(facts, tokens, takes_gemm=takes_gemm, quantizes=quantizes)
         if features is not None and not features.shards_sum:
             workload = replace(workload, sum_may_shard=False)
-        base = Lowered(workload, fabric, facts.group, takes_gemm=takes_gemm, quantizes=quantizes, begun=known.begun)
+        base = FusedReductionPlan(
+            workload, fabric, facts.group, takes_gemm=takes_gemm, quantizes=quantizes, begun=known.begun
+        )
         variants = kernel_variants(machine, fabric, workload.hidden, workload.world, workload.hosts)
         tabled = features is not None and features.tabled and bool(variants)
         if fabric in MEASURED_ONLY:
@@ -159,7 +161,7 @@ def _beyond_times(workload: Workload, fabric: Fabric, machine: Machine) -> Itera
         yield Rejection("beyond_measured", "the kernel was not measured with rows that long, and is not used", rows)
 
 
-def _forms(base: Lowered, facts: ReductionFacts, known: Terms) -> Iterator[Lowered]:
+def _forms(base: FusedReductionPlan, facts: ReductionFacts, known: FusedReductionTerms) -> Iterator[FusedReductionPlan]:
     """Forms of a site that the operation supports: all of it; and the unnormalized sum alone, if every rank
     needs it."""
     if not known.norm_refused:
@@ -168,13 +170,13 @@ def _forms(base: Lowered, facts: ReductionFacts, known: Terms) -> Iterator[Lower
         yield replace(base, workload=with_norm_apart(base.workload), quantizes=False, norm_apart=True)
 
 
-def _may_pay(candidate: Candidate, lowered: Lowered, reasons: list[Rejection]) -> bool:
+def _may_pay(candidate: Candidate, lowered: FusedReductionPlan, reasons: list[Rejection]) -> bool:
     """True if a norm left in the graph may be faster than a fused one: the fused op would gather rows of
     both results."""
     return lowered.algorithm is Algorithm.TWO_SHOT and len(candidate.rejections) == len(reasons)
 
 
-def _named(algorithm: Algorithm, transfer: Transfer | None, lowered: Lowered) -> str:
+def _named(algorithm: Algorithm, transfer: Transfer | None, lowered: FusedReductionPlan) -> str:
     """A kernel and its form, as reports name them."""
     name = algorithm.value if transfer is None else f"{algorithm.value} {transfer.value}"
     name = f"{name}, norm apart" if lowered.norm_apart else name
@@ -187,7 +189,11 @@ def can_quantize(hidden: int) -> bool:
 
 
 def _from_table(
-    base: Lowered, variants: tuple[KernelVariant, ...], reasons: list[Rejection], known: Terms, usable_only: bool
+    base: FusedReductionPlan,
+    variants: tuple[KernelVariant, ...],
+    reasons: list[Rejection],
+    known: FusedReductionTerms,
+    usable_only: bool,
 ) -> list[Found]:
     """One candidate for each transfer and algorithm; the run-time table says which of them runs at the hint."""
     workload = base.workload
@@ -233,7 +239,7 @@ def _table_row(row: KernelRow) -> TableRow:
 
 
 def _division(
-    base: Lowered, algorithm: Algorithm, parameters: Values, table: tuple[KernelRow, ...]
+    base: FusedReductionPlan, algorithm: Algorithm, parameters: Values, table: tuple[KernelRow, ...]
 ) -> tuple[Hashable, ...]:
     workload = base.workload
     # On `shm` there is no table: a graph of one size has the one algorithm that serves it.
@@ -244,7 +250,7 @@ def _division(
     return (base.group, base.fabric, algorithm, *shape, parameters, table)
 
 
-def _table(workload: Workload, fabric: Fabric, known: Terms) -> tuple[KernelRow, ...]:
+def _table(workload: Workload, fabric: Fabric, known: FusedReductionTerms) -> tuple[KernelRow, ...]:
     """A graph of one size has one row, and reserves memory for that alone."""
     static = workload.is_static
     table = lowerings(
@@ -296,7 +302,9 @@ def _estimates(
     return estimate, gather_us if workload.sum_may_shard else 0.0
 
 
-def _by_threshold(base: Lowered, reasons: list[Rejection], terms: Terms, usable_only: bool) -> list[Found]:
+def _by_threshold(
+    base: FusedReductionPlan, reasons: list[Rejection], terms: FusedReductionTerms, usable_only: bool
+) -> list[Found]:
     """One-shot up to a token count, two-shot above: `shm`, and fabrics without kernels of ours.
 
     Those between hosts are priced as the paper's recursive doubling.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from weaveopt.fabrics.reaching import world_refused
+from weaveopt.fabrics.fabric_eligibility import world_refused
 from weaveopt.graph.pattern import tensor_of
 from weaveopt.ops.reduction.prices.workload import Workload
 from weaveopt.records.candidate import Fabric, Rejection

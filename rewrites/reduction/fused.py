@@ -19,7 +19,12 @@ from weaveopt.records.candidate import Candidate, Rejection
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.reduction.aliasing import may_be_split
 from weaveopt.rewrites.reduction.begun import begun_tasks, end_before_readers, names_of
-from weaveopt.rewrites.reduction.candidates import FP8_ROW_ALIGNMENT, Lowered, Terms, candidates
+from weaveopt.rewrites.reduction.candidates import (
+    FP8_ROW_ALIGNMENT,
+    FusedReductionPlan,
+    FusedReductionTerms,
+    candidates,
+)
 from weaveopt.rewrites.reduction.eligible import norms_refused, refused_anywhere
 from weaveopt.rewrites.reduction.lowering import call_of
 from weaveopt.rewrites.reduction.splice import made_by, operand_nodes, rounding, splice_results, summed
@@ -52,7 +57,9 @@ def propose(
         reasons = (*refused, *norm_refused)
         return () if usable_only else (Proposal(Candidate(rule, rejections=reasons)),)
     against_library = rule not in context.config.force
-    known = Terms(rule, between_hosts, topology, context.machine, against_library, begun, bool(norm_refused))
+    known = FusedReductionTerms(
+        rule, between_hosts, topology, context.machine, against_library, begun, bool(norm_refused)
+    )
     taken_in = (Proposal(Candidate(rule, rejections=norm_refused)),) if norm_refused and not usable_only else ()
     return (
         *taken_in,
@@ -99,13 +106,13 @@ def replace(rule: str, graph: fx.Graph, chosen: Chosen, placement: Placement, co
     return rounding(rule, reduced, quantized)
 
 
-def lowered_of(chosen: Chosen) -> Lowered:
+def lowered_of(chosen: Chosen) -> FusedReductionPlan:
     """Plan of the chosen candidate of such a rule."""
-    assert isinstance(chosen.proposal.plan, Lowered), f"{chosen.found.site.id} was lowered by another rule"
+    assert isinstance(chosen.proposal.plan, FusedReductionPlan), f"{chosen.found.site.id} was lowered by another rule"
     return chosen.proposal.plan
 
 
-def _consumed(structure: Reduction, lowered: Lowered) -> frozenset[fx.Node]:
+def _consumed(structure: Reduction, lowered: FusedReductionPlan) -> frozenset[fx.Node]:
     """Nodes that a candidate removes from the graph."""
     consumed = structure.reduced.passed if lowered.norm_apart else structure.interior
     if lowered.quantizes and structure.quantized is not None:
@@ -115,7 +122,7 @@ def _consumed(structure: Reduction, lowered: Lowered) -> frozenset[fx.Node]:
     return consumed
 
 
-def notes_of(lowered: Lowered, facts: object) -> tuple[str, ...]:
+def notes_of(lowered: FusedReductionPlan, facts: object) -> tuple[str, ...]:
     """Notes of the report on a candidate, in addition to its price."""
     notes = []
     if isinstance(facts, ReductionFacts) and facts.quantization != "none" and not lowered.quantizes:
@@ -133,7 +140,7 @@ def notes_of(lowered: Lowered, facts: object) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _gathers(lowered: Lowered) -> bool:
+def _gathers(lowered: FusedReductionPlan) -> bool:
     """True if rows of the sum are gathered in addition to normalized ones."""
     both = lowered.workload.has_norm and lowered.workload.sum_is_used and not lowered.sum_sharded
     return both and lowered.algorithm is Algorithm.TWO_SHOT

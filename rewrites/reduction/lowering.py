@@ -11,13 +11,13 @@ from weaveopt.ops.reduction.buffers import RowFormat, buffers_of, communication_
 from weaveopt.ops.reduction.prices.workload import Workload
 from weaveopt.ops.reduction.variant import KernelRow
 from weaveopt.records.candidate import Fabric
-from weaveopt.rewrites.reduction.candidates import Lowered
+from weaveopt.rewrites.reduction.candidates import FusedReductionPlan
 from weaveopt.rule import BufferRequest, Chosen, Context, Memory, Placement
 from weaveopt.sites.shared.epilogue import Reduced
 from weaveopt.sites.shared.quantization import Quantized
 
 
-class Lowering(Protocol):
+class ExchangeLowering(Protocol):
     """The exchange in the lowering of any rule."""
 
     @property
@@ -38,7 +38,7 @@ class Lowering(Protocol):
     def one_shot_max_tokens(self) -> int: ...
 
 
-def memory_of(lowered: Lowering, max_tokens: int = 0, begun: bool = False) -> Memory:
+def memory_of(lowered: ExchangeLowering, max_tokens: int = 0, begun: bool = False) -> Memory:
     """The buffers of exchanges of up to `max_tokens` tokens (0: of all that the workload may have), in line or `begun`.
 
     See `weaveopt.ops.reduction.buffers`.
@@ -54,7 +54,7 @@ def memory_of(lowered: Lowering, max_tokens: int = 0, begun: bool = False) -> Me
 
 
 def whole_call(
-    chosen: Chosen, lowered: Lowering, reduced: Reduced, placement: Placement, sum_used: bool, context: Context
+    chosen: Chosen, lowered: ExchangeLowering, reduced: Reduced, placement: Placement, sum_used: bool, context: Context
 ) -> op.ReductionCall:
     """The constants of a site's call, equal on all ranks: residual and sum whole, nothing quantized, in one piece."""
     workload = lowered.workload
@@ -82,7 +82,7 @@ def whole_call(
 
 def call_of(
     chosen: Chosen,
-    lowered: Lowered,
+    lowered: FusedReductionPlan,
     reduced: Reduced,
     placement: Placement,
     quantized: Quantized | None,

@@ -70,26 +70,28 @@ class Chain:
         return self.padded.hint * self.row_bytes / self.facts.world
 
     @property
-    def scatter(self) -> scattering.Work:
+    def scatter(self) -> scattering.GemmReduceScatterWork:
         facts = self.facts
         gemms = tuple(Gemm(self.padded.hint, depth, facts.hidden) for depth in self.depths)
-        return scattering.Work(gemms, facts.dtype, facts.world, facts.hosts)
+        return scattering.GemmReduceScatterWork(gemms, facts.dtype, facts.world, facts.hosts)
 
     @property
-    def gather(self) -> gathering.Work:
+    def gather(self) -> gathering.AllGatherGemmWork:
         facts, tokens = self.facts, self.padded.hint
         gemms = tuple(Gemm(tokens, facts.hidden, width) for width in self.widths)
-        return gathering.Work(tokens, facts.hidden, gemms, self.rows_dtype, facts.world, facts.hosts)
+        return gathering.AllGatherGemmWork(tokens, facts.hidden, gemms, self.rows_dtype, facts.world, facts.hosts)
 
     @property
-    def sum_gather(self) -> gathering.Work:
+    def sum_gather(self) -> gathering.AllGatherGemmWork:
         """All-gather of the sum's rows, for sites whose sum every rank needs."""
         facts = self.facts
-        return gathering.Work(self.padded.hint, facts.hidden, (), facts.dtype, facts.world, facts.hosts, True)
+        return gathering.AllGatherGemmWork(
+            self.padded.hint, facts.hidden, (), facts.dtype, facts.world, facts.hosts, True
+        )
 
 
 @dataclass(frozen=True)
-class Lowered:
+class ShardNormPlan:
     """Plan of a candidate, as the rule keeps it until the rewrite."""
 
     fabric: Fabric
@@ -123,7 +125,7 @@ class Lowered:
         return False
 
 
-Found = tuple[Candidate, Lowered | None]
+Found = tuple[Candidate, ShardNormPlan | None]
 
 
 @lru_cache(maxsize=4096)
@@ -154,8 +156,10 @@ def _every(chain: Chain, topology: Topology, machine: Machine) -> Iterator[Found
             if not firsts:
                 continue
             parts = [_best(firsts), *behind]
-            reasons = tuple(dict.fromkeys(reason for part in parts if not isinstance(part, Part) for reason in part))
-            known = [part for part in parts if isinstance(part, Part)]
+            reasons = tuple(
+                dict.fromkeys(reason for part in parts if not isinstance(part, ChainPart) for reason in part)
+            )
+            known = [part for part in parts if isinstance(part, ChainPart)]
             if reasons:
                 yield Candidate(RULE, fabric, TILES_NORM if takes_norm else "", rejections=reasons), None
             else:
@@ -172,7 +176,7 @@ def _norm_refused(chain: Chain) -> tuple[Rejection, ...]:
 
 
 @dataclass(frozen=True)
-class Part:
+class ChainPart:
     """An operation of the chain, by the kernel that is predicted fastest."""
 
     variant: str
@@ -181,7 +185,7 @@ class Part:
 
 
 def _by_fabric(
-    offered: Iterator[tuple[Candidate, scattering.Lowered]] | Iterator[tuple[Candidate, gathering.Lowered]],
+    offered: Iterator[tuple[Candidate, scattering.GemmCommPlan]] | Iterator[tuple[Candidate, gathering.GemmCommPlan]],
 ) -> dict[Fabric, list[tuple[Candidate, str]]]:
     found: dict[Fabric, list[tuple[Candidate, str]]] = {}
     for candidate, lowered in offered:
@@ -189,10 +193,10 @@ def _by_fabric(
     return found
 
 
-def _best(ways: list[tuple[Candidate, str]]) -> Part | tuple[Rejection, ...]:
+def _best(ways: list[tuple[Candidate, str]]) -> ChainPart | tuple[Rejection, ...]:
     """The fastest that may be used, or why none may."""
     allowed = [
-        Part(candidate.variant, cut, candidate.estimate)
+        ChainPart(candidate.variant, cut, candidate.estimate)
         for candidate, cut in ways
         if candidate.allowed and candidate.estimate is not None
     ]
@@ -201,7 +205,7 @@ def _best(ways: list[tuple[Candidate, str]]) -> Part | tuple[Rejection, ...]:
     return min(allowed, key=lambda part: part.estimate.us_with_margin)
 
 
-def _joined(chain: Chain, machine: Machine, fabric: Fabric, parts: list[Part]) -> Found:
+def _joined(chain: Chain, machine: Machine, fabric: Fabric, parts: list[ChainPart]) -> Found:
     scatter, gather = parts[:2]
     takes_norm = scatter.variant == TILES_NORM
     between = Estimate(()) if takes_norm else _between(chain, machine)
@@ -217,7 +221,7 @@ def _joined(chain: Chain, machine: Machine, fabric: Fabric, parts: list[Part]) -
     else:
         exact = workload_of(facts, TokenCounts(chain.tokens.hint), takes_gemm=False, quantizes=False)
         division = two_shot_division(facts.group, fabric, exact)
-    lowered = Lowered(
+    lowered = ShardNormPlan(
         fabric, counts.most, scatter.cut, gather.cut, takes_norm, chain.is_padded, division,
         gather_us=summed.us if facts.sum_read_by_reductions else 0.0,
         widen_us=0.0 if takes_norm else memory_us(machine, chain.shard_bytes * (1 + facts.world)) + host_us(machine),
@@ -269,7 +273,7 @@ def _named(estimate: Estimate) -> Estimate:
     return replace(estimate, terms=tuple(Term(_NAMES.get(term.name, term.name), term.us) for term in estimate.terms))
 
 
-def notes_of(lowered: Lowered, facts: ReductionFacts) -> tuple[str, ...]:
+def notes_of(lowered: ShardNormPlan, facts: ReductionFacts) -> tuple[str, ...]:
     """Notes of the report on a candidate, in addition to its price."""
     where = " in the kernel that sums them" if lowered.takes_norm else ""
     notes = [f"every rank adds and normalizes its own rows{where}; GEMMs read them gathered"]

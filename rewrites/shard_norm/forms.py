@@ -19,7 +19,7 @@ from weaveopt.sites.reduction.consumers import Readers
 from weaveopt.sites.reduction.matcher import Reduction, ReductionFacts
 from weaveopt.sites.sequence.rows import hint_of
 from weaveopt.sites.shared.epilogue import Reduced, product_of
-from weaveopt.sites.shared.linear import Gemm, gemm_at, may_be_weight
+from weaveopt.sites.shared.linear import MatchedGemm, gemm_at, may_be_weight
 from weaveopt.sites.shared.norms import Norm
 
 _DIMS = frozenset({torch.ops.aten.mean.dim, torch.ops.aten.var_mean.correction})
@@ -27,12 +27,12 @@ _DIMS = frozenset({torch.ops.aten.mean.dim, torch.ops.aten.var_mean.correction})
 
 
 @dataclass(frozen=True)
-class Form:
+class ShardNormMatch:
     """The part of a site that the chain computes."""
 
-    gemms: tuple[Gemm, ...]
+    gemms: tuple[MatchedGemm, ...]
     """Whose results are the partial results: several are added."""
-    readers: tuple[Gemm, ...]
+    readers: tuple[MatchedGemm, ...]
     """They read the normalized rows."""
     norm: Norm
     tokens: int | SizeAt
@@ -54,14 +54,14 @@ class Form:
         return tuple(gemm.bias for gemm in self.readers)
 
 
-def form_of(facts: ReductionFacts, structure: Reduction) -> Form | tuple[Rejection, ...]:
+def form_of(facts: ReductionFacts, structure: Reduction) -> ShardNormMatch | tuple[Rejection, ...]:
     """Reasons that no fabric or parameter changes; all that hold are listed."""
     reduced, readers, norm = structure.reduced, structure.readers, structure.reduced.norm
     reasons = list(refused_anywhere(facts, structure))
-    gemms: list[Gemm] = []
+    gemms: list[MatchedGemm] = []
     for partial in reduced.partials:
         gemm = _gemm_of(partial)
-        if isinstance(gemm, Gemm):
+        if isinstance(gemm, MatchedGemm):
             gemms.append(gemm)
         else:
             reasons.append(gemm)
@@ -95,10 +95,10 @@ def form_of(facts: ReductionFacts, structure: Reduction) -> Form | tuple[Rejecti
         message = "a graph of symbolic size that is compiled for one row a rank would serve that size alone"
         return (Rejection("few_rows", message, (("tokens", traced), ("ranks", facts.world))),)
     consumes = structure.interior | structure.gemm_nodes | readers.nodes
-    return Form(tuple(gemms), readers.gemms, norm, tokens, shape, rows_dtype, consumes)
+    return ShardNormMatch(tuple(gemms), readers.gemms, norm, tokens, shape, rows_dtype, consumes)
 
 
-def _gemm_of(partial: fx.Node) -> Gemm | Rejection:
+def _gemm_of(partial: fx.Node) -> MatchedGemm | Rejection:
     node = product_of(partial)
     gemm = gemm_at(node) if node is not None else None
     if gemm is not None and gemm.addend is None:
@@ -164,7 +164,7 @@ def reduces_over(node: fx.Node) -> bool:
 
 
 def against_norm(
-    facts: ReductionFacts, reduced: Reduced, form: Form, tiles_refused: Sequence[Rejection]
+    facts: ReductionFacts, reduced: Reduced, form: ShardNormMatch, tiles_refused: Sequence[Rejection]
 ) -> Iterator[Rejection]:
     """Rejections for what that kernel does not support, whatever the sizes; `tiles_refused`: those of the kernel that
     only sums."""

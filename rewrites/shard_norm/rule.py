@@ -45,8 +45,8 @@ from weaveopt.records.memory import Buffer
 from weaveopt.records.norm import NormSpec
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.reduction.sharding import SharedSum, plan_of, residual_of, sharded_values, shared_sums, total_of
-from weaveopt.rewrites.shard_norm.candidates import RULE, Chain, Lowered, candidates, notes_of
-from weaveopt.rewrites.shard_norm.forms import Form, against_norm, form_of
+from weaveopt.rewrites.shard_norm.candidates import RULE, Chain, ShardNormPlan, candidates, notes_of
+from weaveopt.rewrites.shard_norm.forms import ShardNormMatch, against_norm, form_of
 from weaveopt.rewrites.shard_norm.shards import Shards
 from weaveopt.rule import BufferRequest, Chosen, Context, FoundSite, Memory, Placement, PricedSite, Proposal
 from weaveopt.sites.reduction.matcher import KIND, Reduction, ReductionFacts
@@ -78,7 +78,9 @@ class WidenedSum:
         found = {}
         for choices in self.shared.terms(members):
             made, *read = (plan_of(member.proposal(choice)) for member, choice in zip(members, choices, strict=True))
-            if isinstance(made, Lowered) and any(each is not None and not isinstance(each, Lowered) for each in read):
+            if isinstance(made, ShardNormPlan) and any(
+                each is not None and not isinstance(each, ShardNormPlan) for each in read
+            ):
                 found[choices] = made.widen_us
         return found
 
@@ -94,7 +96,7 @@ class ShardNorm:
     ) -> Sequence[Proposal]:
         facts, structure = _site(found)
         form = form_of(facts, structure)
-        if not isinstance(form, Form):
+        if not isinstance(form, ShardNormMatch):
             return () if usable_only else (Proposal(Candidate(RULE, rejections=form)),)
         chain = _chain(found, facts, structure, form, tokens)
         offered = candidates(chain, context.topologies[facts.group], context.machine, usable_only)
@@ -114,7 +116,7 @@ class ShardNorm:
         settled = {}
         for each in chosen:
             lowered, facts = each.proposal.plan, each.found.facts
-            if isinstance(lowered, Lowered) and isinstance(facts, ReductionFacts):
+            if isinstance(lowered, ShardNormPlan) and isinstance(facts, ReductionFacts):
                 plan = with_fields(
                     lowered,
                     residual_sharded=residual_of(each.found) in sharded,
@@ -169,7 +171,12 @@ class ShardNorm:
 
 
 def _first_half(
-    shards: Shards, reduced: Reduced, form: Form, calls: Calls, residuals: Sequence[fx.Node], same: list[fx.Node]
+    shards: Shards,
+    reduced: Reduced,
+    form: ShardNormMatch,
+    calls: Calls,
+    residuals: Sequence[fx.Node],
+    same: list[fx.Node],
 ) -> tuple[fx.Node, fx.Node]:
     """The sum, of this rank's rows or as the kernel with the norm returns it, and this rank's rows normalized;
     `residuals`: this rank's rows of each."""
@@ -202,14 +209,14 @@ def _site(found: FoundSite) -> tuple[ReductionFacts, Reduction]:
     return facts, structure
 
 
-def _form(chosen: Chosen) -> Form:
+def _form(chosen: Chosen) -> ShardNormMatch:
     form = form_of(*_site(chosen.found))
-    assert isinstance(form, Form), f"{chosen.found.site.id}: {form}"
+    assert isinstance(form, ShardNormMatch), f"{chosen.found.site.id}: {form}"
     return form
 
 
-def _lowered(chosen: Chosen) -> Lowered:
-    assert isinstance(chosen.proposal.plan, Lowered), f"{chosen.found.site.id} was lowered by another rule"
+def _lowered(chosen: Chosen) -> ShardNormPlan:
+    assert isinstance(chosen.proposal.plan, ShardNormPlan), f"{chosen.found.site.id} was lowered by another rule"
     return chosen.proposal.plan
 
 
@@ -221,7 +228,7 @@ def _calls(chosen: Chosen, context: Context, channel: int = 0) -> Calls:
     return calls_of(chosen.found.site.id, facts, lowered, form.norm.form, form.rows_dtype, names, channel, timeout_s)
 
 
-def _replicated(reduced: Reduced, lowered: Lowered) -> list[tuple[str, fx.Node]]:
+def _replicated(reduced: Reduced, lowered: ShardNormPlan) -> list[tuple[str, fx.Node]]:
     """Inputs of a rank's rows other than partial results, with names. They must be equal on all ranks, or
     rows differ."""
     found = [("bias", bias) for bias in reduced.biases]
@@ -233,7 +240,9 @@ def _replicated(reduced: Reduced, lowered: Lowered) -> list[tuple[str, fx.Node]]
     return found
 
 
-def _chain(found: FoundSite, facts: ReductionFacts, structure: Reduction, form: Form, tokens: TokenCounts) -> Chain:
+def _chain(
+    found: FoundSite, facts: ReductionFacts, structure: Reduction, form: ShardNormMatch, tokens: TokenCounts
+) -> Chain:
     return Chain(
         facts=facts,
         tokens=tokens,
@@ -248,7 +257,7 @@ def _chain(found: FoundSite, facts: ReductionFacts, structure: Reduction, form: 
     )
 
 
-def _against_tiles(found: FoundSite, form: Form) -> Sequence[Rejection]:
+def _against_tiles(found: FoundSite, form: ShardNormMatch) -> Sequence[Rejection]:
     """Rejections for what the kernel that sends its tiles does not support, whatever the sizes."""
     reasons = [_SYMBOLIC] if found.is_symbolic else []
     if len(form.gemms) != 1:
@@ -261,7 +270,7 @@ def _against_tiles(found: FoundSite, form: Form) -> Sequence[Rejection]:
     return reasons
 
 
-def _against_pushed(found: FoundSite, form: Form) -> Sequence[Rejection]:
+def _against_pushed(found: FoundSite, form: ShardNormMatch) -> Sequence[Rejection]:
     """Rejections for what GEMMs that start before all rows have arrived do not support, whatever the sizes."""
     reasons = [_SYMBOLIC] if found.is_symbolic else []
     if any(gemm.transposed_b is None for gemm in form.readers):
@@ -278,7 +287,7 @@ def _node(node: fx.Node) -> fx.Node:
     return found
 
 
-def _rounding(facts: ReductionFacts, structure: Reduction, lowered: Lowered) -> tuple[str, ...]:
+def _rounding(facts: ReductionFacts, structure: Reduction, lowered: ShardNormPlan) -> tuple[str, ...]:
     once = "and rounded once, with the residual in them" if lowered.takes_norm else "and rounded once"
     lines = [f"{RULE}: partial results are summed over the ranks in fp32, in their order, {once}"]
     if facts.num_partials > 1:
@@ -302,7 +311,7 @@ class Calls:
 def calls_of(
     site: str,
     facts: ReductionFacts,
-    lowered: Lowered,
+    lowered: ShardNormPlan,
     norm: NormSpec,
     rows_dtype: str,
     replicated: Sequence[str],

@@ -23,8 +23,8 @@ from tests.house.toys import FastTanh
 from tests.ranks import collect, run_ranks
 from tests.ranks.tcp_ranks import become_host
 from weaveopt import cost_model
-from weaveopt.autotune.contest import forget
-from weaveopt.autotune.trial import Call
+from weaveopt.autotune.candidate_run import Call
+from weaveopt.autotune.site_timing import forget
 from weaveopt.config import Config
 from weaveopt.records.candidate import LEAVE
 from weaveopt.records.report import Decision, GraphReport

@@ -24,7 +24,7 @@ from weaveopt.measure.cases import gemm, memory
 from weaveopt.measure.cases.reduction import peer, shm
 from weaveopt.ops.reduction.buffers import MAILBOXES, buffers_of_call
 from weaveopt.ops.reduction.call import decode
-from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.operands import EpilogueOperands
 from weaveopt.ops.reduction.reference import reference
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 
@@ -80,7 +80,7 @@ def test_a_call_means_what_inductor_is_given() -> None:
     torch.manual_seed(0)
     first, second, residual = (torch.randn(5, 64).bfloat16() for _ in range(3))
     weight = torch.rand(64).bfloat16()
-    normed, total, *_ = reference([first, second], Operands(residual=residual, weight=weight), call)
+    normed, total, *_ = reference([first, second], EpilogueOperands(residual=residual, weight=weight), call)
     want_total, want_normed = memory.add_norm((first.float() + second.float()).bfloat16(), residual, weight)
     torch.testing.assert_close(total, want_total, rtol=2e-2, atol=4e-2)
     torch.testing.assert_close(normed, want_normed, rtol=3e-2, atol=6e-2)

@@ -12,7 +12,7 @@ import pytest
 
 from weaveopt.cli import explain, question
 from weaveopt.cli.main import parser
-from weaveopt.cli.question import Question
+from weaveopt.cli.question import ExplainArguments
 from weaveopt.reporting import terminal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,13 +28,13 @@ def test_both_pages_show_the_command() -> None:
     assert {page for page, _, _ in SHOWN} == {page.name for page in PAGES}
 
 
-def _question(command: str) -> Question:
+def _question(command: str) -> ExplainArguments:
     args = parser().parse_args(shlex.split(command))
     del args.command
     return question.question(args)
 
 
-def _captured(asked: Question) -> Question:
+def _captured(asked: ExplainArguments) -> ExplainArguments:
     """The question that a capture depends on: every form of the report is a part of its full report."""
     return replace(asked, why=None, full=True)
 

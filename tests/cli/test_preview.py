@@ -16,7 +16,7 @@ from torch import fx
 from torch._inductor.compile_fx import compile_fx
 
 from weaveopt.cli import model_source, preview
-from weaveopt.cli.model_source import Request
+from weaveopt.cli.model_source import CaptureRequest
 from weaveopt.errors import CaptureError, OptionError
 from weaveopt.reporting import timeline
 
@@ -39,7 +39,7 @@ def _tiny(tmp_path: Path, model_type: str, **more: int) -> str:
     return str(tmp_path)
 
 
-def _all_reduces(request: Request) -> tuple[int, list[tuple[int, ...]]]:
+def _all_reduces(request: CaptureRequest) -> tuple[int, list[tuple[int, ...]]]:
     """All-reduces of the whole model, from the captured ones and what they stand for, and their shapes."""
     source = model_source.load(request.model)
     model_source.check(source, request)
@@ -65,14 +65,14 @@ def _all_reduces(request: Request) -> tuple[int, list[tuple[int, ...]]]:
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_two_all_reduces_a_layer(phase: str, tmp_path: Path) -> None:
-    request = Request(_tiny(tmp_path, "llama"), tp=2, batch=3, seq=8, phase=phase)
+    request = CaptureRequest(_tiny(tmp_path, "llama"), tp=2, batch=3, seq=8, phase=phase)
     total, shapes = _all_reduces(request)
     assert total == 2 * 6 + EMBEDDING
     assert {shape[:2] for shape in shapes} == {(3, 8 if phase == "prefill" else 1)}
 
 
 def test_more_ranks_than_key_heads_is_captured_and_said(tmp_path: Path) -> None:
-    few, many = (Request(model=_tiny(tmp_path, "qwen3"), tp=ranks, seq=16, layers=1) for ranks in (2, 4))
+    few, many = (CaptureRequest(model=_tiny(tmp_path, "qwen3"), tp=ranks, seq=16, layers=1) for ranks in (2, 4))
     source = model_source.load(many.model)
     assert preview.sharding(source, few) == "tensor parallel over 2 ranks"
     said = "tensor parallel over 4 ranks, each key head on 2 of them (assumes weaveopt.replicated_key_heads)"
@@ -82,7 +82,7 @@ def test_more_ranks_than_key_heads_is_captured_and_said(tmp_path: Path) -> None:
 
 
 def test_reduced_and_full_capture_agree(tmp_path: Path) -> None:
-    request = Request(_tiny(tmp_path, "deepseek_v3", **DEEPSEEK, num_hidden_layers=4), tp=2, seq=8)
+    request = CaptureRequest(_tiny(tmp_path, "deepseek_v3", **DEEPSEEK, num_hidden_layers=4), tp=2, seq=8)
     reduced, shapes = _all_reduces(request)
     full, all_shapes = _all_reduces(replace(request, full=True))
     assert reduced == full
@@ -108,7 +108,7 @@ DEEPSEEK = {
 
 def test_experts_spread_over_ranks(tmp_path: Path) -> None:
     model = _tiny(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2)
-    total, _ = _all_reduces(Request(model, ep=2, seq=8))
+    total, _ = _all_reduces(CaptureRequest(model, ep=2, seq=8))
     assert total == 2 * 6 + EMBEDDING
 
 
@@ -116,7 +116,7 @@ def test_sliding_and_full_attention(tmp_path: Path) -> None:
     types = ["sliding_attention", "sliding_attention", "full_attention"] * 2
     config = {"model_type": "gemma3_text", **TINY, "layer_types": types, "sliding_window": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    total, _ = _all_reduces(Request(str(tmp_path), tp=2, seq=8))
+    total, _ = _all_reduces(CaptureRequest(str(tmp_path), tp=2, seq=8))
     assert total == 2 * 6 + 1  # its embedding is tied to the head, which is shared by vocabulary
 
 
@@ -132,7 +132,7 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     accelerator = torch._C._get_accelerator
     verbosity = transformers.utils.logging.get_verbosity()
-    _all_reduces(Request(_tiny(tmp_path, "llama"), tp=2, seq=8))
+    _all_reduces(CaptureRequest(_tiny(tmp_path, "llama"), tp=2, seq=8))
     assert not dist.is_initialized()
     assert (os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) == ("7", None)
     assert torch._C._get_accelerator is accelerator
@@ -141,7 +141,7 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_failure_names_the_model_and_cleans_up(tmp_path: Path) -> None:
     source = model_source.load(_tiny(tmp_path, "llama"))
-    request = Request(source.name, tp=2, seq=8)
+    request = CaptureRequest(source.name, tp=2, seq=8)
     plan = preview.plan_layers(source, request)
 
     def broken(*_: object) -> Callable[..., object]:
@@ -169,7 +169,7 @@ def test_a_process_that_has_a_group_is_refused(tmp_path: Path) -> None:
 
 def test_many_captures_in_one_process(tmp_path: Path) -> None:
     """Dynamo gives a function up after some recompiles; captures do not count against one another."""
-    request = Request(_tiny(tmp_path, "llama"), tp=2, layers=1)
+    request = CaptureRequest(_tiny(tmp_path, "llama"), tp=2, layers=1)
     source = model_source.load(request.model)
     lengths: list[int] = []
 

@@ -8,9 +8,9 @@ import pytest
 
 from weaveopt import cost_model
 from weaveopt.cost_model.gemm import Gemm, modelled_us
-from weaveopt.cost_model.machine import GemmCosts, Samples, Tile
+from weaveopt.cost_model.machine import GemmCosts, GemmTile, Samples
 
-ONE_TILE = GemmCosts("bfloat16", "made up", 2.0, 4e12, 132, (Tile(128, 128, 7e14),), fill_us=1.0, last_wave=1.0)
+ONE_TILE = GemmCosts("bfloat16", "made up", 2.0, 4e12, 132, (GemmTile(128, 128, 7e14),), fill_us=1.0, last_wave=1.0)
 WHOLE = replace(ONE_TILE, fill_us=0.0)
 """Without a cost of filling, no loop is split."""
 BASE = cost_model.load("h100x8")

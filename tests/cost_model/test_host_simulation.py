@@ -9,7 +9,7 @@ import pytest
 
 from weaveopt import cost_model
 from weaveopt.cost_model.collectives import fabric_costs
-from weaveopt.cost_model.host_algorithms import HOST_ALGORITHMS, Problem, host_algorithm
+from weaveopt.cost_model.host_algorithms import HOST_ALGORITHMS, HostAllReduce, host_algorithm
 from weaveopt.cost_model.host_schedules import DOUBLING, HALVING, ONE_SHOT, RING, TWO_SHOT
 from weaveopt.cost_model.host_simulation import simulate
 from weaveopt.cost_model.machine import Link
@@ -20,7 +20,7 @@ LOCAL, INTER = Link("", 1.0, 1e11), Link("", 10.0, 1e10)
 COSTLY = Link("", 30.0, 1.25e9, overhead_us=10.0)
 
 
-def _close(name: str, problem: Problem, inter: Link, ranks_per_link: int) -> float:
+def _close(name: str, problem: HostAllReduce, inter: Link, ranks_per_link: int) -> float:
     """The closed form over the simulation."""
     seen = simulate(name, problem, LOCAL, inter, ranks_per_link)
     return host_algorithm(name).cost(problem, LOCAL, inter, ranks_per_link).us / seen.us
@@ -29,17 +29,17 @@ def _close(name: str, problem: Problem, inter: Link, ranks_per_link: int) -> flo
 def test_one_exchange_by_hand() -> None:
     """Two hosts of one rank: `o + M / β + α + o`; two ranks that share a link wait for each other's message."""
     us = 1e6 / COSTLY.bytes_per_s * 1e6
-    assert simulate(DOUBLING, Problem(1e6, 1, 2), LOCAL, COSTLY).us == pytest.approx(30 + 2 * 10 + us)
+    assert simulate(DOUBLING, HostAllReduce(1e6, 1, 2), LOCAL, COSTLY).us == pytest.approx(30 + 2 * 10 + us)
     within = 2 * 1 + 1e6 / 1e11 * 1e6
-    shared = simulate(DOUBLING, Problem(1e6, 2, 2), LOCAL, COSTLY)
+    shared = simulate(DOUBLING, HostAllReduce(1e6, 2, 2), LOCAL, COSTLY)
     assert shared.us == pytest.approx(within + 30 + 2 * 10 + 2 * us), "a share of half the elements, twice as wide"
-    assert simulate(DOUBLING, Problem(1e6, 2, 2), LOCAL, COSTLY, 1).us == pytest.approx(within + 50 + us)
+    assert simulate(DOUBLING, HostAllReduce(1e6, 2, 2), LOCAL, COSTLY, 1).us == pytest.approx(within + 50 + us)
 
 
 def test_an_early_message_waits_for_one_that_is_awaited() -> None:
     """Three hosts: host 1 sends its sum at once, but host 0 first needs the message of host 2."""
     us = 1e6 / INTER.bytes_per_s * 1e6
-    three = simulate(DOUBLING, Problem(1e6, 1, 3), LOCAL, INTER)
+    three = simulate(DOUBLING, HostAllReduce(1e6, 1, 3), LOCAL, INTER)
     handed, traded, returned = us, 2 * us, us
     # Host 0's sum leaves before the total that it returns, on the same link.
     assert three.us == pytest.approx(handed + traded + returned + 2 * 10)
@@ -51,7 +51,7 @@ def test_closed_forms_agree(name: str, ranks_per_host: int, ranks_per_link: int)
     """Within 10 %; where one host stands in for another, whose messages meet others on its link, within 20 %."""
     slingshot = cost_model.load("a100x4-slingshot").inter_host
     for inter, hosts, kib in product((slingshot, COSTLY), (2, 3, 4, 6, 7, 8, 13, 16), (1, 16, 128, 512, 2048)):
-        ratio = _close(name, Problem(kib * KIB, ranks_per_host, hosts), inter, ranks_per_link)
+        ratio = _close(name, HostAllReduce(kib * KIB, ranks_per_host, hosts), inter, ranks_per_link)
         stands_in = name in (DOUBLING, HALVING) and hosts & (hosts - 1)
         assert abs(ratio - 1) <= (0.2 if stands_in else 0.1), (name, inter, hosts, kib, ratio)
 
@@ -59,7 +59,7 @@ def test_closed_forms_agree(name: str, ranks_per_host: int, ranks_per_link: int)
 @pytest.mark.parametrize("name", [algorithm.name for algorithm in HOST_ALGORITHMS])
 def test_counts_agree(name: str) -> None:
     for hosts, ranks_per_host in product((1, 2, 3, 5, 8, 12), (1, 3)):
-        problem = Problem(64 * KIB, ranks_per_host, hosts)
+        problem = HostAllReduce(64 * KIB, ranks_per_host, hosts)
         seen, told = simulate(name, problem, LOCAL, INTER), host_algorithm(name).traffic(problem)
         assert (seen.messages, seen.peers) == (told.messages, told.peers)
         assert seen.sent_bytes == pytest.approx(told.sent_bytes)
@@ -73,13 +73,15 @@ def test_doubling_grows_with_the_logarithm_of_hosts(machine: str) -> None:
     profile = cost_model.load(machine)
     local, ranks = fabric_costs(profile, Fabric.NVSHMEM).link, min(profile.ranks_per_host, 2)
     counts = [1 << power for power in range(1, 11)]
-    seen = [simulate(DOUBLING, Problem(64 * KIB, ranks, hosts), local, profile.inter_host, 1) for hosts in counts]
+    seen = [simulate(DOUBLING, HostAllReduce(64 * KIB, ranks, hosts), local, profile.inter_host, 1) for hosts in counts]
     assert [each.peers for each in seen] == [log2(hosts) for hosts in counts]
     assert [each.messages for each in seen] == [log2(hosts) for hosts in counts]
     for read in ("memory_bytes", "us"):
         steps = [getattr(after, read) - getattr(before, read) for before, after in pairwise(seen)]
         assert steps == pytest.approx([steps[0]] * len(steps)), read
-    direct = [simulate(ONE_SHOT, Problem(64 * KIB, ranks, hosts), local, profile.inter_host, 1) for hosts in (2, 32)]
+    direct = [
+        simulate(ONE_SHOT, HostAllReduce(64 * KIB, ranks, hosts), local, profile.inter_host, 1) for hosts in (2, 32)
+    ]
     assert direct[1].memory_bytes == 31 * direct[0].memory_bytes and direct[1].peers == 31
 
 
@@ -87,7 +89,7 @@ def test_some_send_hardly_more_to_many_hosts() -> None:
     """To 32 hosts over to two, of one rank: bf16 in the first round, sums twice as wide in later ones."""
 
     def growth(name: str) -> float:
-        few, many = (simulate(name, Problem(1 << 20, 1, hosts), LOCAL, INTER).sent_bytes for hosts in (2, 32))
+        few, many = (simulate(name, HostAllReduce(1 << 20, 1, hosts), LOCAL, INTER).sent_bytes for hosts in (2, 32))
         return many / few
 
     assert growth(TWO_SHOT) == pytest.approx(2 * 31 / 32)

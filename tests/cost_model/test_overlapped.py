@@ -7,21 +7,21 @@ from dataclasses import replace
 import pytest
 
 from weaveopt.cost_model.machine import Curve, Point
-from weaveopt.cost_model.overlapped import Kernels, Message, Unmeasured, fastest, overlapped_us
+from weaveopt.cost_model.overlapped import Message, OperationCurves, Unmeasured, fastest, overlapped_us
 
 KERNEL_US, MEASURED_BYTES, ROW, DEPTH = 50.0, 1 << 24, 8192, 4096
 GEMM_US = 80.0
 """Time of the library's GEMM alone, above what the curve says."""
 
 
-def kernels(row: int) -> Kernels[str]:
+def kernels(row: int) -> OperationCurves[str]:
     points = (
         Point(MEASURED_BYTES >> 2, KERNEL_US / 4),
         Point(MEASURED_BYTES, KERNEL_US),
         Point(1 << 28, KERNEL_US * 16),
     )
     curve = Curve("fused", "op", "cut", 2, points, row, 1 << 20, 1 << 30)
-    return Kernels("toy", 2, "k", {"cut": {2048: (curve,), 8192: (replace(curve),)}})
+    return OperationCurves("toy", 2, "k", {"cut": {2048: (curve,), 8192: (replace(curve),)}})
 
 
 def us_of(message: Message, measured_row: int = ROW) -> float:

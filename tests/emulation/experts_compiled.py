@@ -17,19 +17,19 @@ from weaveopt.ops.experts import gpu
 from weaveopt.ops.experts.activation import ActivationName
 from weaveopt.ops.experts.call import ExpertsCall
 from weaveopt.ops.experts.plan import plan
-from weaveopt.ops.experts.shapes import Operands, Shape
+from weaveopt.ops.experts.shapes import ExpertOperands, ExpertsShape
 
 SILU = ExpertsCall(ActivationName.SILU, gated=True)
 GPT_OSS = ExpertsCall(ActivationName.CLAMPED_SWISH, gated=True, interleaved=True, alpha=1.702, limit=7.0)
 CASES = {
-    "decode": (Shape(8, 8, 64, 2048, 768), SILU),
-    "decode of transposed weights": (Shape(8, 4, 64, 2880, 2880), GPT_OSS),
-    "batch": (Shape(512, 8, 64, 2048, 768), SILU),
-    "prefill": (Shape(8192, 8, 64, 2048, 768), SILU),
+    "decode": (ExpertsShape(8, 8, 64, 2048, 768), SILU),
+    "decode of transposed weights": (ExpertsShape(8, 4, 64, 2880, 2880), GPT_OSS),
+    "batch": (ExpertsShape(512, 8, 64, 2048, 768), SILU),
+    "prefill": (ExpertsShape(8192, 8, 64, 2048, 768), SILU),
 }
 
 
-def operands_of(shape: Shape, call: ExpertsCall) -> Operands:
+def operands_of(shape: ExpertsShape, call: ExpertsCall) -> ExpertOperands:
     """Without memory: the compiler looks at dtypes and strides."""
     rows, turned = shape.inner * (2 if call.gated else 1), call.interleaved
 
@@ -42,7 +42,7 @@ def operands_of(shape: Shape, call: ExpertsCall) -> Operands:
         return torch.empty(sizes, dtype=dtype, device="meta")
 
     choices = (shape.tokens, shape.choices)
-    return Operands(
+    return ExpertOperands(
         empty(shape.tokens, shape.hidden), empty(*choices, dtype=torch.int64), empty(*choices),
         weight(rows, shape.hidden), empty(shape.experts, rows) if turned else None,
         weight(shape.hidden, shape.inner), empty(shape.experts, shape.hidden) if turned else None,
@@ -72,7 +72,7 @@ def main() -> None:
             made.clear()
 
 
-def home(shape: Shape, call: ExpertsCall) -> None:
+def home(shape: ExpertsShape, call: ExpertsCall) -> None:
     """The second GEMM, with rows into the memory of several ranks."""
     how = replace(plan(shape, 132, call.gated), splits=1)
     inner = torch.empty(shape.rows, shape.inner, dtype=torch.bfloat16, device="meta")

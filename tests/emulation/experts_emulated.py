@@ -17,7 +17,7 @@ from weaveopt.ops.experts.call import ExpertsCall
 from weaveopt.ops.experts.expert_ranges import MAX_RANGES, StackedWeight, tensors_of
 from weaveopt.ops.experts.hopper import activation_number
 from weaveopt.ops.experts.library import combine
-from weaveopt.ops.experts.shapes import Operands, Shape, checked_shape
+from weaveopt.ops.experts.shapes import ExpertOperands, ExpertsShape, checked_shape
 
 Tensor = torch.Tensor
 
@@ -59,7 +59,7 @@ def library(name: str = "moe_experts") -> ctypes.CDLL:
     return emulated_build.library((EMULATED / f"{name}.cpp",), (EMULATED,), flags=("-O2",))
 
 
-def routed(experts: Tensor, shape: Shape, tile_rows: int) -> tuple[Tensor, Tensor]:
+def routed(experts: Tensor, shape: ExpertsShape, tile_rows: int) -> tuple[Tensor, Tensor]:
     """`order` and `table` as the routing kernels leave them; what they do not write is beyond every row."""
     own, tiles = plain(experts, shape.experts, tile_rows)
     order = torch.full((shape.rows,), experts_routing.POISON, dtype=torch.int32)
@@ -95,7 +95,7 @@ class OneKernel:
 
 
 def rows_of(
-    operands: Operands,
+    operands: ExpertOperands,
     call: ExpertsCall,
     num_sms: int,
     seed: int,
@@ -142,7 +142,7 @@ def rows_of(
 
 
 def emulated(
-    operands: Operands,
+    operands: ExpertOperands,
     call: ExpertsCall,
     num_sms: int = 4,
     seed: int = 0,

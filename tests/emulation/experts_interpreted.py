@@ -34,14 +34,14 @@ from tests.graphs.experts_routing import POISON, assert_sorted, empty_table
 from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.ops.experts import gpu
 from weaveopt.ops.experts.call import ExpertsCall
-from weaveopt.ops.experts.plan import Plan, plan
+from weaveopt.ops.experts.plan import ExpertsLaunch, plan
 from weaveopt.ops.experts.reference import reference
-from weaveopt.ops.experts.shapes import Operands, Shape, checked_shape
+from weaveopt.ops.experts.shapes import ExpertOperands, ExpertsShape, checked_shape
 
 SILU, INTERLEAVED, UNGATED, CLAMPED = CALLS[0], CALLS[1], CALLS[3], CALLS[5]
 
 
-def check(operands: Operands, call: ExpertsCall, how: Plan | None = None) -> None:
+def check(operands: ExpertOperands, call: ExpertsCall, how: ExpertsLaunch | None = None) -> None:
     shape = checked_shape(operands, call)
     how = how or plan(shape, 132, call.gated)
     got = gpu.launch(poisoned(operands), call, how)
@@ -56,7 +56,7 @@ def planned(at: int) -> None:
     check(make_operands(sizes, call, dtype, at, ROUTINGS[at % len(ROUTINGS)]), call)
 
 
-def small(how: Plan, **tile: int | bool) -> Plan:
+def small(how: ExpertsLaunch, **tile: int | bool) -> ExpertsLaunch:
     """Tiles that small sizes have several of in every direction."""
     gate_up = replace(how.gate_up, columns=16, depth=16, **tile)
     return replace(how, rows=16, gate_up=gate_up, down=replace(gate_up, columns=32), combine_columns=32)
@@ -105,7 +105,7 @@ def routing(experts: int) -> None:
     for name in ROUTINGS:
         ids = make_experts(name, Sizes(tokens=67, choices=3, experts=experts), generator)
         order = torch.full((201,), POISON, dtype=torch.int32)
-        shape = Shape(67, 3, experts, 16, 16)
+        shape = ExpertsShape(67, 3, experts, 16, 16)
         table = empty_table(shape.rows, experts, 16)
         with mock.patch.object(gpu, "ROUTE_BLOCK", 64):
             gpu.sort_by_triton(ids, shape, 16, False, order, table)

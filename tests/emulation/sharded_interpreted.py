@@ -26,7 +26,7 @@ from weaveopt.fabrics.traits import TRAITS
 from weaveopt.ops.experts import gpu
 from weaveopt.ops.experts.sharded import peer
 from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
-from weaveopt.ops.experts.sharded.peer import PeerSite
+from weaveopt.ops.experts.sharded.peer import PeerExpertExchange
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Lifetime, PlacedBuffer
 
@@ -50,7 +50,7 @@ class Arena:
 
     def __post_init__(self) -> None:
         end = 0
-        for need in PeerSite.buffers(self.call):
+        for need in PeerExpertExchange.buffers(self.call):
             self.placed[need.name] = PlacedBuffer(need.name, end, need.num_bytes, Lifetime.ARENA, ())
             end += need.num_bytes
         self.bytes = torch.full((HEADER + end,), 0xFF, dtype=torch.uint8)
@@ -138,7 +138,7 @@ class Native:
         return 0
 
 
-def sites_of(call: ExpertExchangeCall) -> list[PeerSite]:
+def sites_of(call: ExpertExchangeCall) -> list[PeerExpertExchange]:
     arenas: list[Arena] = [Arena(call, rank) for rank in range(call.world)]
     made = []
     with (
@@ -148,7 +148,7 @@ def sites_of(call: ExpertExchangeCall) -> list[PeerSite]:
         mock.patch.object(peer._native, "GpuShardedMixtureSite", _Site, create=True),
     ):
         for arena in arenas:
-            made.append(PeerSite(call, 0, arena, "here"))  # type: ignore[arg-type]
+            made.append(PeerExpertExchange(call, 0, arena, "here"))  # type: ignore[arg-type]
     return made
 
 

@@ -21,7 +21,7 @@ from weaveopt.fabrics import shm
 from weaveopt.ops.experts.sharded import op
 from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
 from weaveopt.ops.experts.sharded.op import traffic
-from weaveopt.ops.experts.sharded.shm import ShmSite
+from weaveopt.ops.experts.sharded.shm import ShmExpertExchange
 from weaveopt.records.memory import Buffer
 from weaveopt.records.report import Decision, GraphReport
 
@@ -51,13 +51,13 @@ def run_rewritten(rank: int, world: int, folder: Path) -> None:
 
     Without Inductor, which compiles a mixture in the tests below.
     """
-    bound: list[ShmSite] = []
+    bound: list[ShmExpertExchange] = []
 
-    def bind(call: ExpertExchangeCall, text: str, op: str, forget: Callable[[], None]) -> ShmSite:
-        bound.append(ShmSite(call, text, op, forget))
+    def bind(call: ExpertExchangeCall, text: str, op: str, forget: Callable[[], None]) -> ShmExpertExchange:
+        bound.append(ShmExpertExchange(call, text, op, forget))
         return bound[-1]
 
-    ShmSite.bind = staticmethod(bind)  # type: ignore[method-assign]
+    ShmExpertExchange.bind = staticmethod(bind)  # type: ignore[method-assign]
     theirs, ours = (load(folder, FAMILY_OF["gpt_oss"], each, world) for each in ("all_to_all", "weave"))
     reports: list[GraphReport] = []
     config = Config(force=(RULE,), strict=True)

@@ -18,7 +18,7 @@ from weaveopt.errors import AgreementError, ArenaError, PeerTimeoutError, WeaveE
 from weaveopt.fabrics import shm, topology
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, Lifetime, MemoryPlan
-from weaveopt.solver.placement import Request, place
+from weaveopt.solver.placement import PlacementRequest, place
 
 
 def names_in_dev_shm() -> set[str]:
@@ -73,7 +73,7 @@ def run_filled(rank: int, world: int) -> None:
     known = topology.discover("0", 30.0)
     for num_bytes in (8, 4096):
         buffers = [Buffer("count", num_bytes, Lifetime.ARENA, fill=0x80000001), Buffer("other", 64, Lifetime.ARENA)]
-        plan = MemoryPlan("0", Fabric.SHM, 0, place([Request("site", buffer, 0, 0) for buffer in buffers]))
+        plan = MemoryPlan("0", Fabric.SHM, 0, place([PlacementRequest("site", buffer, 0, 0) for buffer in buffers]))
         memory = shm.reserve(known, plan, 0, 30.0)
         count, other = memory.buffer("count"), memory.buffer("other")
         assert set(memory.tensor(count.offset, (num_bytes // 4,), torch.int32).tolist()) == {-(2**31) + 1}

@@ -22,7 +22,7 @@ from weaveopt.pipeline.bind import bind
 from weaveopt.pipeline.plan import Planned
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, Lifetime, MemoryPlan
-from weaveopt.solver.placement import Request, place
+from weaveopt.solver.placement import PlacementRequest, place
 
 EMPTY = 0x80000000
 TIMEOUT_S = 20.0
@@ -88,7 +88,7 @@ def plan_of(transient_bytes: int = 0, **kept_bytes: int) -> MemoryPlan:
     ]
     if transient_bytes:
         buffers.append(Buffer("partial", transient_bytes))
-    return MemoryPlan("0", Fabric.PEER, 0, place([Request("site", buffer, 0, 0) for buffer in buffers]))
+    return MemoryPlan("0", Fabric.PEER, 0, place([PlacementRequest("site", buffer, 0, 0) for buffer in buffers]))
 
 
 NEED = plan_of(mailboxes=1024, staging=256, output=1024)

@@ -11,7 +11,7 @@ from torch import Tensor
 from weaveopt.errors import PeerTimeoutError
 from weaveopt.fabrics import watchdog
 from weaveopt.generation.layers import SPARE_SLOTS
-from weaveopt.generation.loop import AHEAD_TOGETHER, MAX_AHEAD, Loop, Told
+from weaveopt.generation.loop import AHEAD_TOGETHER, MAX_AHEAD, DecodeLoop, Told
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Counting:
 
 def run(
     looks: int, stop: int, max_tokens: int, fails: RuntimeError | None = None, together: bool = False
-) -> tuple[Loop, list[int]]:
+) -> tuple[DecodeLoop, list[int]]:
     told, heard = torch.tensor([0, 0, int(stop > 0)]), list[int]()
 
     def sink(tokens: Tensor) -> None:
@@ -57,7 +57,7 @@ def run(
         heard.append(int(tokens[0]))
 
     places = [torch.zeros_like(told) for _ in range(MAX_AHEAD + 1)]
-    loop = Loop(told, Told(places, [Late(looks, fails=fails) for _ in places]), sink, max_tokens, together)
+    loop = DecodeLoop(told, Told(places, [Late(looks, fails=fails) for _ in places]), sink, max_tokens, together)
     steps = Counting(told, stop)
     loop.run(steps, lambda: None)
     assert steps.steps == loop.outcome.num_steps

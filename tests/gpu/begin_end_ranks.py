@@ -30,7 +30,7 @@ from weaveopt.fabrics import peer, topology
 from weaveopt.fabrics.streams import communication_stream
 from weaveopt.ops.reduction.buffers import communication_channel
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
-from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.operands import EpilogueOperands
 from weaveopt.records.norm import Quant
 
 KERNELS = (LL_PACKET_ONE_SHOT, LL_PACKET_TWO_SHOT, replace(BULK, num_ctas=8), DIRECT)
@@ -46,7 +46,7 @@ class Begun:
 
     call: ReductionCall
     partial: Tensor
-    operands: Operands
+    operands: EpilogueOperands
 
     def begin(self) -> Results:
         results: Results = torch.ops.weave.all_reduce_norm_begin(self.partial, *self.operands[:8], self.call.encode())

@@ -24,7 +24,7 @@ from weaveopt.fabrics import peer, topology
 from weaveopt.ops.gemm_comm.all_reduce.call import ChunkRow, GemmReductionCall, num_chunks
 from weaveopt.ops.gemm_comm.all_reduce.reference import reference
 from weaveopt.ops.reduction.buffers import memory_plan
-from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.operands import EpilogueOperands
 from weaveopt.records.candidate import Fabric
 
 RULE, OTHER = "gemm_all_reduce", "all_reduce_rms_norm"
@@ -33,7 +33,7 @@ FEW_CTAS = (replace(BULK, num_ctas=16), replace(BULK, num_ctas=5), LL_PACKET_TWO
 CASES = (Case(), Case(norm=None), Case(residual=False, wide_out=True), Case(reduced_bias=True, scale=0.5))
 CHUNKS = ((ChunkRow(300, 128), ChunkRow(4096, 512)), ())
 """Chunks by a table, and chunks of a single size."""
-Inputs = tuple[list[tuple[Tensor, Tensor]], Operands]
+Inputs = tuple[list[tuple[Tensor, Tensor]], EpilogueOperands]
 
 
 def call_of(case: Case, hidden: int, dtype: str, kernel: Kernel, chunks: tuple[ChunkRow, ...]) -> GemmReductionCall:
@@ -54,7 +54,9 @@ def inputs_of(case: Case, tokens: int, hidden: int, dtype: torch.dtype, layout: 
     return factors, make_inputs(case, tokens, hidden, dtype, world, seed).operands
 
 
-def run_op(factors: tuple[Tensor, Tensor], layout: str, rest: Operands, call: GemmReductionCall) -> tuple[Tensor, ...]:
+def run_op(
+    factors: tuple[Tensor, Tensor], layout: str, rest: EpilogueOperands, call: GemmReductionCall
+) -> tuple[Tensor, ...]:
     return tuple(torch.ops.weave.gemm_all_reduce_norm(*factors, layout, *rest[:7], call.encode()))
 
 

@@ -20,7 +20,7 @@ from weaveopt.errors import WeaveError
 from weaveopt.fabrics import nvshmem, topology
 from weaveopt.ops.reduction.buffers import memory_plan
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
-from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.operands import EpilogueOperands
 from weaveopt.ops.reduction.reference import reference
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
@@ -52,7 +52,7 @@ def rows(tokens: int, hidden: int, dtype: str, seed: int) -> Tensor:
     return made.to(getattr(torch, dtype)).cuda()
 
 
-def run_op(partial: Tensor, operands: Operands, call: ReductionCall) -> tuple[Tensor, Tensor]:
+def run_op(partial: Tensor, operands: EpilogueOperands, call: ReductionCall) -> tuple[Tensor, Tensor]:
     normalized, total = torch.ops.weave.all_reduce_norm(partial, *operands[:7], call.encode())
     return normalized, total
 
@@ -67,7 +67,7 @@ def compare(rank: int, world: int) -> None:
                 seed += 100
                 partials = [rows(tokens, hidden, dtype, seed + each) for each in range(world)]
                 residual = rows(tokens, hidden, dtype, seed + 99) if tokens != 5 else None
-                operands = Operands(residual=residual, weight=weight)
+                operands = EpilogueOperands(residual=residual, weight=weight)
                 got = run_op(partials[rank].clone(), operands, call)
                 want = reference(partials, operands, call)
                 for mine, expected, what in zip(got, want, ("normalized", "sum"), strict=True):
@@ -83,7 +83,7 @@ def replay(rank: int, world: int) -> None:
     weight = rows(1, 4096, "bfloat16", 1)[0]
     for tokens in (8, MOST):
         partials = [rows(tokens, 4096, "bfloat16", 7 + each) for each in range(world)]
-        operands = Operands(residual=rows(tokens, 4096, "bfloat16", 5), weight=weight)
+        operands = EpilogueOperands(residual=rows(tokens, 4096, "bfloat16", 5), weight=weight)
         own = partials[rank].clone()
         graph = torch.cuda.CUDAGraph()
         for call in calls:
@@ -103,7 +103,7 @@ def replay(rank: int, world: int) -> None:
 
 def leave_out(rank: int, world: int, table: str) -> None:
     call = make_call(world, 512, "bfloat16", table, timeout_s=2.0)
-    operands = Operands(residual=None, weight=rows(1, 512, "bfloat16", 1)[0])
+    operands = EpilogueOperands(residual=None, weight=rows(1, 512, "bfloat16", 1)[0])
     partial = rows(4, 512, "bfloat16", rank)
     run_op(partial, operands, call)
     torch.cuda.synchronize()

@@ -25,7 +25,7 @@ from weaveopt.fabrics.layout import Layout
 from weaveopt.ops.reduction.buffers import memory_plan
 from weaveopt.ops.reduction.native import host_transfer
 from weaveopt.ops.reduction.nvshmem import native_site
-from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.operands import EpilogueOperands
 from weaveopt.ops.reduction.reference import reference
 
 Tensor = torch.Tensor
@@ -69,7 +69,7 @@ def run_group(gpu: Gpu, streams: list[int], hosts: int, ranks_of_host: int, tabl
     steps = []
     for at, tokens in enumerate(TOKENS):
         partials, residual = [rows(tokens) for _ in range(world)], rows(tokens) if at != 1 else None
-        want = reference(partials, Operands(residual=residual, weight=weight), call)
+        want = reference(partials, EpilogueOperands(residual=residual, weight=weight), call)
         row = next(row for row in call.table if tokens <= row.max_tokens)
         graphs, outputs = [], []
         for rank in range(world):

@@ -11,7 +11,7 @@ import weaveopt.ops  # noqa: F401
 from tests.graphs.tolerances import KERNEL, LIBRARY, Tolerance, assert_close
 from weaveopt.ops.reduction.buffers import memory_plan
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
-from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.operands import EpilogueOperands
 from weaveopt.ops.reduction.peer import native_kernel
 from weaveopt.ops.reduction.reference import reference_quant
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
@@ -114,7 +114,7 @@ class Inputs:
 
     partials: list[Tensor]
     factors: list[tuple[Tensor, Tensor]]
-    operands: Operands
+    operands: EpilogueOperands
 
 
 def make_inputs(
@@ -142,7 +142,7 @@ def make_inputs(
     return Inputs(
         partials,
         factors,
-        Operands(
+        EpilogueOperands(
             tensor(hidden) if case.reduced_bias else None,
             torch.tensor(0.5, dtype=dtype, device=device) if case.scale_tensor else None,
             residual,

@@ -50,14 +50,16 @@ from weaveopt.ops.reduction.call import ReductionCall, SumOut
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, Lifetime, MemoryPlan
 from weaveopt.records.norm import Quant
-from weaveopt.solver.placement import Request, place
+from weaveopt.solver.placement import PlacementRequest, place
 
 REPLAYS = 10_000
 
 
 def output_plan(num_bytes: int) -> MemoryPlan:
     """For an output buffer alone."""
-    return MemoryPlan("", Fabric.PEER, 0, place([Request("", Buffer(OUTPUT, num_bytes, Lifetime.ARENA), 0, 0)]))
+    return MemoryPlan(
+        "", Fabric.PEER, 0, place([PlacementRequest("", Buffer(OUTPUT, num_bytes, Lifetime.ARENA), 0, 0)])
+    )
 
 
 def fill_buffers(memory: PeerArena) -> None:

@@ -26,7 +26,7 @@ MESSAGE_BYTES = 1 << 18
 LOADED = (
     "torch", "torch.distributed", "torch._dynamo", "torch._inductor.compile_fx", "torch.testing", "transformers",
     "transformers.generation.utils", "transformers.modeling_utils", "transformers.models.llama.modeling_llama",
-    "triton", "weaveopt.backend", "weaveopt.reporting.printed", "weaveopt.rewrites", "weaveopt.ops",
+    "triton", "weaveopt.backend", "weaveopt.reporting.printed_report", "weaveopt.rewrites", "weaveopt.ops",
     "tests.graphs.forms",
 )  # fmt: skip
 """Most of what programs import; what is not installed they do not import either."""

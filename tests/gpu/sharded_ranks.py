@@ -19,10 +19,10 @@ from weaveopt.errors import WeaveError
 from weaveopt.fabrics import peer, topology
 from weaveopt.fabrics.rows_call import memory_plan
 from weaveopt.ops.experts.by_expert import ExpertWeights
-from weaveopt.ops.experts.call import ExpertsCall, Kernels
+from weaveopt.ops.experts.call import ExpertsCall, ExpertsKernel
 from weaveopt.ops.experts.expert_ranges import whole
 from weaveopt.ops.experts.reference import reference
-from weaveopt.ops.experts.shapes import Operands
+from weaveopt.ops.experts.shapes import ExpertOperands
 from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
 from weaveopt.ops.experts.sharded.op import SITES, traffic
 from weaveopt.records.candidate import Fabric
@@ -73,7 +73,7 @@ AMONG_LARGE = ((64, 1), (MAX_TOKENS + 9, 7), (64, 1), (0, MAX_TOKENS + 1), (0, 0
 ROUTINGS = ("uniform", "skewed", "last rank", "first expert", "some foreign", "all foreign", "repeated")
 
 
-def call_of(form: Form, place: Place, kernels: Kernels, same_tokens: bool = True) -> ExpertExchangeCall:
+def call_of(form: Form, place: Place, kernels: ExpertsKernel, same_tokens: bool = True) -> ExpertExchangeCall:
     return ExpertExchangeCall(
         site=f"{form}/{kernels}/{same_tokens}", group=place.group, fabric=Fabric.PEER, world=place.world,
         hidden=form.hidden, dtype=form.dtype, max_tokens=MAX_TOKENS, timeout_s=TIMEOUT_S, num_experts=form.experts,
@@ -150,7 +150,7 @@ def make_case(form: Form, routing: str, counts: Sequence[int], place: Place, see
     wanted = x.new_empty(x.shape)
     if len(x):
         wanted = reference(
-            Operands(x, experts, weights, every.gate_up, every.gate_up_bias, every.down, every.down_bias), call
+            ExpertOperands(x, experts, weights, every.gate_up, every.gate_up_bias, every.down, every.down_bias), call
         )
     own = slice(place.rank * form.experts, (place.rank + 1) * form.experts)
     operands = ExpertWeights(
@@ -177,12 +177,12 @@ def poison(place: Place) -> None:
 
 
 def reserve(place: Place) -> None:
-    calls = [call_of(form, place, Kernels.HOPPER) for form in FORMS]
+    calls = [call_of(form, place, ExpertsKernel.HOPPER) for form in FORMS]
     plan = memory_plan(place.group, [(call, SITES[call.fabric].buffers(call)) for call in calls])
     peer.reserve(topology.discover(place.group, TIMEOUT_S), plan, 0, TIMEOUT_S)
 
 
-def check(form: Form, routing: str, counts: Sequence[int], place: Place, kernels: Kernels, same: bool) -> None:
+def check(form: Form, routing: str, counts: Sequence[int], place: Place, kernels: ExpertsKernel, same: bool) -> None:
     call = call_of(form, place, kernels, same)
     case = make_case(form, routing, counts, place, seed=sum(counts) + len(routing))
     what = f"{routing}, {counts} tokens, {kernels}, {form}, rank {place.rank}"
@@ -215,11 +215,11 @@ def cases() -> Iterator[tuple[Form, str, int]]:
 
 def grid(place: Place) -> None:
     for form, routing, tokens in cases():
-        check(form, routing, [tokens] * place.world, place, Kernels.HOPPER, same=True)
+        check(form, routing, [tokens] * place.world, place, ExpertsKernel.HOPPER, same=True)
     for form in BY_TRITON:
         more = (("some foreign", 1), ("last rank", 1000)) if form is PLAIN else ()
         for routing, tokens in (("uniform", 37), ("skewed", 300), *more):
-            check(form, routing, [tokens] * place.world, place, Kernels.TRITON, same=True)
+            check(form, routing, [tokens] * place.world, place, ExpertsKernel.TRITON, same=True)
 
 
 def own_batches(place: Place) -> None:
@@ -228,14 +228,14 @@ def own_batches(place: Place) -> None:
         for few, many in COUNTS:
             counts = [few] + [many] * (place.world - 1)
             for routing in ("uniform", "last rank"):
-                check(form, routing, counts, place, Kernels.HOPPER, same=False)
+                check(form, routing, counts, place, ExpertsKernel.HOPPER, same=False)
     for few, many in AMONG_LARGE:
-        check(PLAIN, "uniform", [few] + [many] * (place.world - 1), place, Kernels.HOPPER, same=False)
+        check(PLAIN, "uniform", [few] + [many] * (place.world - 1), place, ExpertsKernel.HOPPER, same=False)
 
 
 def own_batches_in_a_row(place: Place) -> None:
     """Calls that nothing separates, with devices at any time: hosts are ahead of them, as far as they may be."""
-    call, random = call_of(PLAIN, place, Kernels.HOPPER, same_tokens=False), Random(place.world)
+    call, random = call_of(PLAIN, place, ExpertsKernel.HOPPER, same_tokens=False), Random(place.world)
     every = [[random.choice((0, 1, 33, 400, MAX_TOKENS)) for _ in range(place.world)] for _ in range(12)]
     every[7][place.world - 1] = MAX_TOKENS + 1
     cases = [make_case(PLAIN, "uniform", counts, place, seed) for seed, counts in enumerate(every)]
@@ -251,7 +251,7 @@ def own_batches_in_a_row(place: Place) -> None:
 
 def own_batches_in_a_graph(place: Place) -> None:
     """A capture ends with an error that says why, on every rank, and later calls succeed."""
-    call = call_of(PLAIN, place, Kernels.HOPPER, same_tokens=False)
+    call = call_of(PLAIN, place, ExpertsKernel.HOPPER, same_tokens=False)
     case = make_case(PLAIN, "uniform", [4] * place.world, place, 1)
     torch.cuda.synchronize()
     said = ""
@@ -265,12 +265,12 @@ def own_batches_in_a_graph(place: Place) -> None:
 
 
 def no_tokens(place: Place) -> None:
-    call = call_of(PLAIN, place, Kernels.HOPPER)
+    call = call_of(PLAIN, place, ExpertsKernel.HOPPER)
     case = make_case(PLAIN, "uniform", [0] * place.world, place, 1)
     assert case.run(call).shape == (0, PLAIN.hidden)
 
 
-def replays(place: Place, form: Form, kernels: Kernels, tokens: Sequence[int]) -> None:
+def replays(place: Place, form: Form, kernels: ExpertsKernel, tokens: Sequence[int]) -> None:
     """A graph of calls with different token counts, whose inputs change from replay to replay, with ranks at any time:
     the bits of the same calls outside of a graph."""
     call = call_of(form, place, kernels)
@@ -326,9 +326,9 @@ def program(place: Place) -> None:
         timed("batches of their own in a row", lambda: own_batches_in_a_row(place), place)
         own_batches_in_a_graph(place)
         no_tokens(place)
-        timed("replays", lambda: replays(place, PLAIN, Kernels.HOPPER, (64, 5, 300)), place)
-        timed("replays, many experts", lambda: replays(place, MANY, Kernels.HOPPER, (256, 1)), place)
-        timed("replays, Triton", lambda: replays(place, PLAIN, Kernels.TRITON, (37, 1)), place)
+        timed("replays", lambda: replays(place, PLAIN, ExpertsKernel.HOPPER, (64, 5, 300)), place)
+        timed("replays, many experts", lambda: replays(place, MANY, ExpertsKernel.HOPPER, (256, 1)), place)
+        timed("replays, Triton", lambda: replays(place, PLAIN, ExpertsKernel.TRITON, (37, 1)), place)
     barrier()
     print("sharded tokens agree", flush=True)
 

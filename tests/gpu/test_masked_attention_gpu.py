@@ -16,16 +16,16 @@ from tests.graphs.attention_cases import LOOKS, Sizes, make_mask, make_operands,
 from tests.graphs.nonempty import some
 from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.ops.attention import gpu
-from weaveopt.ops.attention.plan import LEAST_ROWS, LONG, MIDDLE, SHORT, Plan, plan
+from weaveopt.ops.attention.plan import LEAST_ROWS, LONG, MIDDLE, SHORT, AttentionLaunch, plan
 from weaveopt.ops.attention.reference import key_ranges, reference
-from weaveopt.ops.attention.shapes import RANGE_ROWS, Operands, Scores, Shape, checked_shape
+from weaveopt.ops.attention.shapes import RANGE_ROWS, AttentionOperands, AttentionShape, Scores, checked_shape
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.bfloat16, torch.float16)
 HEADS = ((64, 64), (128, 128), (80, 80), (96, 96), (192, 128), (256, 256))
 
 
-def check(operands: Operands, scores: Scores, what: str, how: Plan | None = None) -> None:
+def check(operands: AttentionOperands, scores: Scores, what: str, how: AttentionLaunch | None = None) -> None:
     shape = checked_shape(operands)
     if how is None:
         how = plan(shape, gpu.num_sms(operands.query.device), masked=operands.mask is not None)
@@ -125,7 +125,9 @@ def test_a_graph_sees_what_is_filled_at_its_replay(early_combine: bool) -> None:
         how = replace(plan(checked_shape(operands), 132), early_combine=early_combine)
         assert how.num_splits > 1
 
-        def step(operands: Operands = operands, mask: torch.Tensor = mask, how: Plan = how) -> torch.Tensor:
+        def step(
+            operands: AttentionOperands = operands, mask: torch.Tensor = mask, how: AttentionLaunch = how
+        ) -> torch.Tensor:
             ranges = torch.ops.weave.key_ranges(mask, RANGE_ROWS)
             return gpu.launch_attention(replace(operands, ranges=ranges), Scores(0.09), how)
 
@@ -140,7 +142,7 @@ def test_a_graph_sees_what_is_filled_at_its_replay(early_combine: bool) -> None:
 
 def test_long_caches_of_many_sequences() -> None:
     """More than 2^31 elements: offsets are of 64 bits."""
-    shape = Shape(batch=40, heads=8, key_heads=8, queries=1, keys=65536, key_size=128, value_size=128)
+    shape = AttentionShape(batch=40, heads=8, key_heads=8, queries=1, keys=65536, key_size=128, value_size=128)
     query = torch.randn(40, 1, 8, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     cache = torch.zeros(40, 8, 65536, 128, device="cuda", dtype=torch.bfloat16)
     mask = torch.zeros(40, 1, 1, 65536, dtype=torch.bool, device="cuda")
@@ -148,7 +150,7 @@ def test_long_caches_of_many_sequences() -> None:
     cache[:, :, -100:].normal_()
     got = torch.ops.weave.masked_attention(query, cache, cache, mask, None, None, 0.1, 0.0, False)
     near = cache[:, :, -100:]
-    want = reference(Operands(query, near, near), Scores(0.1))
+    want = reference(AttentionOperands(query, near, near), Scores(0.1))
     assert_close(got, want, KERNEL, str(shape))
 
 

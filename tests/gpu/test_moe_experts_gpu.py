@@ -25,9 +25,9 @@ from tests.graphs.nonempty import some
 from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.ops.experts import gpu
 from weaveopt.ops.experts.call import ExpertsCall
-from weaveopt.ops.experts.plan import Plan, candidates, plan
+from weaveopt.ops.experts.plan import ExpertsLaunch, candidates, plan
 from weaveopt.ops.experts.reference import reference
-from weaveopt.ops.experts.shapes import Operands, Shape, checked_shape
+from weaveopt.ops.experts.shapes import ExpertOperands, ExpertsShape, checked_shape
 
 pytestmark = pytest.mark.gpu
 SILU, CLAMPED = CALLS[0], CALLS[5]
@@ -35,7 +35,7 @@ QWEN = Sizes(choices=8, experts=64, hidden=2048, inner=768)
 GPT_OSS = Sizes(choices=4, experts=16, hidden=2880, inner=2880, bias=True, transposed=True)
 
 
-def run(operands: Operands, call: ExpertsCall) -> torch.Tensor:
+def run(operands: ExpertOperands, call: ExpertsCall) -> torch.Tensor:
     result: torch.Tensor = torch.ops.weave.moe_experts(
         operands.x, operands.experts, operands.weights, operands.gate_up, operands.gate_up_bias, operands.down,
         operands.down_bias, call.encode(),
@@ -43,7 +43,7 @@ def run(operands: Operands, call: ExpertsCall) -> torch.Tensor:
     return result
 
 
-def check(operands: Operands, call: ExpertsCall, what: str, how: Plan | None = None) -> torch.Tensor:
+def check(operands: ExpertOperands, call: ExpertsCall, what: str, how: ExpertsLaunch | None = None) -> torch.Tensor:
     assert gpu.has_kernels(operands, checked_shape(operands, call)), what
     got = run(operands, call) if how is None else gpu.launch(operands, call, how)
     assert_close(got, reference(operands, call), KERNEL, f"{what} {how}")
@@ -138,7 +138,7 @@ class NativeRouting:
         self.experts = torch.empty(num_rows, dtype=torch.int64, device="cuda")
         self.order = torch.empty(num_rows, dtype=torch.int32, device="cuda")
         self.table = empty_table(num_rows, num_experts, tile_rows, "cuda")
-        self.shape, self.tile_rows = Shape(num_rows, 1, num_experts, 16, 16), tile_rows
+        self.shape, self.tile_rows = ExpertsShape(num_rows, 1, num_experts, 16, 16), tile_rows
 
     def run(self, early: bool = True) -> None:
         self.order.fill_(POISON)
@@ -200,7 +200,7 @@ def test_routing_of_many_rows_is_native_and_that_of_few_is_tritons() -> None:
     """Both leave the same."""
     for rows in (1024, 1025):
         experts = torch.randint(-3, 40, (rows, 1), device="cuda")
-        shape = Shape(rows, 1, 32, 16, 16)
+        shape = ExpertsShape(rows, 1, 32, 16, 16)
         how = plan(shape, 132)
         order, table = gpu.route(experts, shape, how, early=True)
         want_order, want_table = torch.empty_like(order), torch.empty_like(table)

@@ -15,10 +15,10 @@ from tests.graphs.experts_cases import CALLS, ROUTINGS, Sizes, make_experts, mak
 from tests.graphs.nonempty import some
 from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.ops.experts import gpu, hopper
-from weaveopt.ops.experts.call import ExpertsCall, Kernels
+from weaveopt.ops.experts.call import ExpertsCall, ExpertsKernel
 from weaveopt.ops.experts.plan import TRITON_ROUTING_ROWS
 from weaveopt.ops.experts.reference import reference
-from weaveopt.ops.experts.shapes import Operands, checked_shape
+from weaveopt.ops.experts.shapes import ExpertOperands, checked_shape
 
 SILU, PLAIN, CLAMPED = CALLS[0], CALLS[3], CALLS[5]
 QWEN = Sizes(choices=8, experts=64, hidden=2048, inner=768)
@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 
-def run(operands: Operands, call: ExpertsCall, kernels: Kernels = Kernels.HOPPER) -> torch.Tensor:
+def run(operands: ExpertOperands, call: ExpertsCall, kernels: ExpertsKernel = ExpertsKernel.HOPPER) -> torch.Tensor:
     result: torch.Tensor = torch.ops.weave.moe_experts(
         operands.x, operands.experts, operands.weights, operands.gate_up, operands.gate_up_bias, operands.down,
         operands.down_bias, replace(call, kernels=kernels).encode(),
@@ -45,14 +45,14 @@ def run(operands: Operands, call: ExpertsCall, kernels: Kernels = Kernels.HOPPER
     return result
 
 
-def launch(operands: Operands, call: ExpertsCall, group: int = 4) -> torch.Tensor:
+def launch(operands: ExpertOperands, call: ExpertsCall, group: int = 4) -> torch.Tensor:
     """These kernels, and no others."""
     shape = checked_shape(operands, call)
     assert not (why := hopper.unsupported(operands, shape)), why
     return hopper.launch(operands, call, replace(hopper.plan(shape), group=group))
 
 
-def launch_wide(operands: Operands, call: ExpertsCall, group: int = 4) -> torch.Tensor:
+def launch_wide(operands: ExpertOperands, call: ExpertsCall, group: int = 4) -> torch.Tensor:
     """Those for many rows an expert."""
     shape = checked_shape(operands, call)
     how = hopper.wide_plan(operands, shape)
@@ -60,14 +60,14 @@ def launch_wide(operands: Operands, call: ExpertsCall, group: int = 4) -> torch.
     return hopper.launch(operands, call, replace(how, group=group))
 
 
-def launch_one(operands: Operands, call: ExpertsCall, group: int = 4, lag: int = hopper.LAG) -> torch.Tensor:
+def launch_one(operands: ExpertOperands, call: ExpertsCall, group: int = 4, lag: int = hopper.LAG) -> torch.Tensor:
     """Both GEMMs in one kernel."""
     how = hopper.one_plan(operands, checked_shape(operands, call))
     assert how.one_kernel, "of weights that lie alike"
     return hopper.launch(operands, call, replace(how, group=group, lag=lag))
 
 
-def check(operands: Operands, call: ExpertsCall, what: str) -> None:
+def check(operands: ExpertOperands, call: ExpertsCall, what: str) -> None:
     want = reference(operands, call)
     got = launch(poisoned(operands), call)
     assert_close(got, want, KERNEL, what)
@@ -110,7 +110,7 @@ def test_sizes_of_models(tokens: int, routing: str) -> None:
         operands = make_operands(replace(sizes, tokens=tokens), call, torch.bfloat16, tokens, routing, "cuda")
         assert not hopper.unsupported(operands, checked_shape(operands, call))
         want = reference(operands, call)
-        for kernels in (Kernels.HOPPER, Kernels.ONE, Kernels.WIDE):
+        for kernels in (ExpertsKernel.HOPPER, ExpertsKernel.ONE, ExpertsKernel.WIDE):
             assert_close(run(operands, call, kernels), want, KERNEL, f"{kernels} {sizes} {tokens} {routing}")
 
 
@@ -141,9 +141,9 @@ def test_every_width_of_a_wide_multiply() -> None:
             assert torch.equal(launch_wide(operands, call, group), got), f"{call} {group}"
 
 
-@pytest.mark.parametrize("kernels", [Kernels.HOPPER, Kernels.ONE, Kernels.WIDE])
+@pytest.mark.parametrize("kernels", [ExpertsKernel.HOPPER, ExpertsKernel.ONE, ExpertsKernel.WIDE])
 @pytest.mark.parametrize("tokens", [8, 1000, 3000])
-def test_a_graph_sees_what_is_routed_at_its_replay(tokens: int, kernels: Kernels) -> None:
+def test_a_graph_sees_what_is_routed_at_its_replay(tokens: int, kernels: ExpertsKernel) -> None:
     sizes = replace(QWEN, tokens=tokens)
     operands = make_operands(sizes, SILU, torch.bfloat16, 0, "uniform", "cuda")
     graph, got = captured(lambda: run(operands, SILU, kernels))

@@ -13,10 +13,10 @@ from tests.graphs.experts_cases import CALLS, NUM_RANGES, ROUTINGS, Sizes, in_ra
 from tests.graphs.nonempty import some
 from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.ops.experts import gpu, hopper
-from weaveopt.ops.experts.call import ExpertsCall, Kernels
+from weaveopt.ops.experts.call import ExpertsCall, ExpertsKernel
 from weaveopt.ops.experts.expert_ranges import tensors_of
 from weaveopt.ops.experts.reference import reference
-from weaveopt.ops.experts.shapes import Operands, checked_shape
+from weaveopt.ops.experts.shapes import ExpertOperands, checked_shape
 
 SILU, PAIRS, PLAIN = CALLS[0], CALLS[1], CALLS[3]
 SIZES = Sizes(tokens=700, choices=2, experts=9, hidden=264, inner=392, bias=True)
@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 
-def run(operands: Operands, call: ExpertsCall, kernels: Kernels) -> torch.Tensor:
+def run(operands: ExpertOperands, call: ExpertsCall, kernels: ExpertsKernel) -> torch.Tensor:
     result: torch.Tensor = torch.ops.weave.moe_experts.ranges(
         operands.x, operands.experts, operands.weights, [*tensors_of(operands.gate_up)], operands.gate_up_bias,
         [*tensors_of(operands.down)], operands.down_bias, replace(call, kernels=kernels).encode(),
@@ -35,7 +35,7 @@ def run(operands: Operands, call: ExpertsCall, kernels: Kernels) -> torch.Tensor
     return result
 
 
-def run_whole(operands: Operands, call: ExpertsCall, kernels: Kernels) -> torch.Tensor:
+def run_whole(operands: ExpertOperands, call: ExpertsCall, kernels: ExpertsKernel) -> torch.Tensor:
     result: torch.Tensor = torch.ops.weave.moe_experts(
         operands.x, operands.experts, operands.weights, operands.gate_up, operands.gate_up_bias, operands.down,
         operands.down_bias, replace(call, kernels=kernels).encode(),
@@ -43,9 +43,9 @@ def run_whole(operands: Operands, call: ExpertsCall, kernels: Kernels) -> torch.
     return result
 
 
-@pytest.mark.parametrize("kernels", [Kernels.TRITON, Kernels.HOPPER, Kernels.WIDE, Kernels.ONE])
+@pytest.mark.parametrize("kernels", [ExpertsKernel.TRITON, ExpertsKernel.HOPPER, ExpertsKernel.WIDE, ExpertsKernel.ONE])
 @pytest.mark.parametrize("num_ranges", NUM_RANGES)
-def test_the_bits_of_one_tensor(num_ranges: int, kernels: Kernels) -> None:
+def test_the_bits_of_one_tensor(num_ranges: int, kernels: ExpertsKernel) -> None:
     """Rows of the kernel of both GEMMs, which takes one range, are those of two kernels."""
     for seed, call in enumerate((SILU, PAIRS, PLAIN)):
         for transposed in (False, True):
@@ -66,12 +66,12 @@ def test_sizes_of_models(tokens: int) -> None:
     ):
         operands = make_operands(sizes, SILU, torch.bfloat16, tokens, device="cuda")
         cut = in_ranges(operands, uneven(sizes.experts, 3))
-        for kernels in (Kernels.TRITON, Kernels.HOPPER, Kernels.WIDE):
+        for kernels in (ExpertsKernel.TRITON, ExpertsKernel.HOPPER, ExpertsKernel.WIDE):
             assert torch.equal(run(cut, SILU, kernels), run_whole(operands, SILU, kernels)), f"{kernels} {sizes}"
 
 
-@pytest.mark.parametrize("kernels", [Kernels.TRITON, Kernels.HOPPER])
-def test_replayed_graphs_read_the_ranges_again(kernels: Kernels) -> None:
+@pytest.mark.parametrize("kernels", [ExpertsKernel.TRITON, ExpertsKernel.HOPPER])
+def test_replayed_graphs_read_the_ranges_again(kernels: ExpertsKernel) -> None:
     operands = in_ranges(make_operands(SIZES, SILU, torch.bfloat16, 3, device="cuda"), (2, 3, 4))
     graph, result = captured(lambda: run(operands, SILU, kernels))
     before = run(operands, SILU, kernels)

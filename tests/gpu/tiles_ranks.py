@@ -18,7 +18,7 @@ from weaveopt.fabrics import peer, topology
 from weaveopt.fabrics.peer import PeerArena
 from weaveopt.ops.reduction.buffers import memory_plan
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
-from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.operands import EpilogueOperands
 from weaveopt.ops.reduction.peer import native_site
 from weaveopt.ops.reduction.reference import reference
 
@@ -44,7 +44,9 @@ class Site:
         self.native = _native.GpuAllReduceNorm(memory.native, native_site(call, 77, memory.layout))
         self.call, self.index = call, memory.device
 
-    def run(self, a: Tensor, weight: Tensor, operands: Operands, cut: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    def run(
+        self, a: Tensor, weight: Tensor, operands: EpilogueOperands, cut: tuple[int, int, int]
+    ) -> tuple[Tensor, Tensor]:
         call, tokens = self.call, a.shape[0]
         normalized, total = (
             torch.full((tokens, call.hidden), float("nan"), device=a.device, dtype=a.dtype) for _ in range(2)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weaveopt.ops.attention.shapes import Operands, Scores
+from weaveopt.ops.attention.shapes import AttentionOperands, Scores
 
 Tensor = torch.Tensor
 LOOKS = ("none", "random", "filled", "window", "left_padding", "packed", "causal_filled", "some_rows_empty")
@@ -64,7 +64,7 @@ def make_mask(look: str, sizes: Sizes, generator: torch.Generator) -> Tensor | N
 
 def make_operands(
     sizes: Sizes, look: str, dtype: torch.dtype, seed: int, with_sinks: bool = False, device: str = "cpu"
-) -> Operands:
+) -> AttentionOperands:
     """Random operands in the strides of models: queries from [B, S, H, D], keys from a cache [B, Hkv, L, D]."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -76,10 +76,10 @@ def make_operands(
     value = normal(sizes.batch, sizes.keys, sizes.key_heads, sizes.value_size).transpose(1, 2)
     mask = make_mask(look, sizes, generator)
     sinks = torch.randn(sizes.heads, generator=generator).to(device) if with_sinks else None
-    return Operands(query, key, value, None if mask is None else mask.to(device), None, sinks)
+    return AttentionOperands(query, key, value, None if mask is None else mask.to(device), None, sinks)
 
 
-def expected(operands: Operands, scores: Scores) -> Tensor:
+def expected(operands: AttentionOperands, scores: Scores) -> Tensor:
     """Row by row in fp64, over the keys that the row may attend to and no others."""
     query, key, value = (t.double().cpu() for t in (operands.query, operands.key, operands.value))
     batch, heads, queries, _ = query.shape
@@ -105,7 +105,7 @@ def expected(operands: Operands, scores: Scores) -> Tensor:
     return out
 
 
-def poison(operands: Operands, first: int, end: int) -> None:
+def poison(operands: AttentionOperands, first: int, end: int) -> None:
     """NaN in keys and values outside of [first, end)."""
     for tensor in (operands.key, operands.value):
         tensor[:, :, :first] = math.nan

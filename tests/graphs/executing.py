@@ -12,7 +12,7 @@ import torch.fx as fx
 from functorch.compile import make_boxed_func
 
 from weaveopt import cost_model
-from weaveopt.autotune.trial import Call, Make
+from weaveopt.autotune.candidate_run import Call, Make
 from weaveopt.backend import optimize
 from weaveopt.config import Config
 from weaveopt.fabrics import topology

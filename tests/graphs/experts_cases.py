@@ -12,7 +12,7 @@ import torch
 from weaveopt.ops.experts.activation import ActivationName
 from weaveopt.ops.experts.call import ExpertsCall
 from weaveopt.ops.experts.expert_ranges import StackedWeight, joined, whole
-from weaveopt.ops.experts.shapes import Operands
+from weaveopt.ops.experts.shapes import ExpertOperands
 
 Tensor = torch.Tensor
 
@@ -70,7 +70,7 @@ def make_experts(routing: str, sizes: Sizes, generator: torch.Generator) -> Tens
 
 def make_operands(
     sizes: Sizes, call: ExpertsCall, dtype: torch.dtype, seed: int, routing: str = "uniform", device: str = "cpu"
-) -> Operands:
+) -> ExpertOperands:
     """Random operands whose results are about 1 in size."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -85,7 +85,7 @@ def make_operands(
 
     first = sizes.inner * (2 if call.gated else 1)
     weights = torch.rand((sizes.tokens, sizes.choices), generator=generator) / math.sqrt(sizes.choices)
-    return Operands(
+    return ExpertOperands(
         normal(sizes.tokens, sizes.hidden),
         make_experts(routing, sizes, generator).to(device),
         weights.to(torch.float32 if sizes.weights_in_fp32 else dtype).to(device),
@@ -108,7 +108,7 @@ def uneven(experts: int, num_ranges: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def in_ranges(operands: Operands, gate_up: Sequence[int], down: Sequence[int] | None = None) -> Operands:
+def in_ranges(operands: ExpertOperands, gate_up: Sequence[int], down: Sequence[int] | None = None) -> ExpertOperands:
     """The same weights in ranges of so many experts, each in memory of its own; `down`: of the second ones, by default
     as of the first."""
 
@@ -120,7 +120,7 @@ def in_ranges(operands: Operands, gate_up: Sequence[int], down: Sequence[int] | 
     )
 
 
-def expected(operands: Operands, call: ExpertsCall) -> Tensor:
+def expected(operands: ExpertOperands, call: ExpertsCall) -> Tensor:
     """Token by token and choice by choice in fp64, rounded nowhere."""
     x, weights, gate_up, down = (
         t.double().cpu() for t in (operands.x, operands.weights, whole(operands.gate_up), whole(operands.down))
@@ -180,7 +180,7 @@ def random_sizes(choice: random.Random) -> Sizes:
     )  # fmt: skip
 
 
-def poisoned(operands: Operands) -> Operands:
+def poisoned(operands: ExpertOperands) -> ExpertOperands:
     """Makes weights of experts without a choice, and of remote experts' choices, NaN or infinite."""
     num_experts = operands.gate_up.shape[0]
     chosen = set(operands.experts.flatten().tolist())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from weaveopt.ops.experts.plan import RowTiles
-from weaveopt.ops.experts.shapes import Shape
+from weaveopt.ops.experts.shapes import ExpertsShape
 
 Tensor = torch.Tensor
 
@@ -42,7 +42,7 @@ def plain(experts: Tensor, num_experts: int, tile_rows: int) -> tuple[Tensor, Te
 
 def empty_table(num_rows: int, num_experts: int, tile_rows: int, device: str = "cpu") -> Tensor:
     """As large as any routing needs, and a row more; `POISON`."""
-    rows = RowsOf(tile_rows).table_rows(Shape(num_rows, 1, num_experts, 16, 16)) + 1
+    rows = RowsOf(tile_rows).table_rows(ExpertsShape(num_rows, 1, num_experts, 16, 16)) + 1
     return torch.full((rows, 4), POISON, dtype=torch.int32, device=device)
 
 

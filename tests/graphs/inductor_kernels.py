@@ -15,7 +15,7 @@ from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedu
 
 from weaveopt.cli import preview
 from weaveopt.cli.layers import every_layer
-from weaveopt.cli.model_source import Request, Source
+from weaveopt.cli.model_source import CaptureRequest, Source
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def generated(module: fx.GraphModule, inputs: Sequence[object], arguments: Mappi
 
 
 def captured(
-    config: object, request: Request, seen: Callable[[fx.GraphModule, Sequence[object], dict[str, object]], None]
+    config: object, request: CaptureRequest, seen: Callable[[fx.GraphModule, Sequence[object], dict[str, object]], None]
 ) -> None:
     """Passes the graph of one rank of a model, as `inner_compile` gets it, to `seen`."""
 

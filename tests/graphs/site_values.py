@@ -15,7 +15,7 @@ from weaveopt.rule import CapturedGraph, FoundSite
 from weaveopt.sites.sequence.gather_matcher import GatherFacts
 from weaveopt.sites.sequence.scatter_matcher import ScatterFacts
 from weaveopt.sites.sequence.scatter_producer import Partial
-from weaveopt.sites.shared.linear import Gemm
+from weaveopt.sites.shared.linear import MatchedGemm
 
 c10d = torch.ops._c10d_functional
 Values = dict[fx.Node, list[object]]
@@ -120,7 +120,7 @@ def _check_gather(site: FoundSite, facts: GatherFacts, values: Values, world: in
             _close(_tensor(values, gemm.node, rank), want)
 
 
-def _product(gemm: Gemm, values: Values, rank: int) -> Tensor:
+def _product(gemm: MatchedGemm, values: Values, rank: int) -> Tensor:
     return _tensor(values, gemm.a, rank) @ _tensor(values, gemm.b, rank)
 
 

@@ -17,10 +17,10 @@ from weaveopt import cost_model
 from weaveopt.config import Config
 from weaveopt.cost_model import Machine
 from weaveopt.fabrics import topology
-from weaveopt.inductor.kernels import Surroundings, within
+from weaveopt.inductor.kernels import KernelContext, within
 from weaveopt.pipeline.decide import DecidedGraph, decide
 from weaveopt.pipeline.price import PricedGraph, price
-from weaveopt.pipeline.problem import Frame, Problem
+from weaveopt.pipeline.problem import Problem, ProblemTemplate
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term, Values
 from weaveopt.records.report import WorkFailure
 from weaveopt.records.site import Site, TokenCounts
@@ -132,7 +132,7 @@ def node_us(machine: Machine = MACHINE) -> float:
     graph = Graph()
     node = graph.node()
     kernels = within(frozenset([node]), {each: at for at, each in enumerate(graph.graph.nodes)}, machine.device, {}, 0)
-    return Surroundings.of(machine, [topology.fake(2)]).estimate(kernels).us
+    return KernelContext.of(machine, [topology.fake(2)]).estimate(kernels).us
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def rules(*site_rules: SiteRule) -> RuleSet:
 
 def priced(graph: Graph, rule_set: RuleSet, known: Context) -> PricedGraph:
     captured = graph.captured()
-    frame = Frame(captured, graph.sites, rule_set, known)
+    frame = ProblemTemplate(captured, graph.sites, rule_set, known)
     return price(captured, frame, frame.problem(), known)
 
 
@@ -239,7 +239,7 @@ def lone_problem(baseline_us: float, saved_us: float) -> Problem:
 def chose(graph: Graph, rule: SiteRule, known: Context) -> DecidedGraph:
     """Every site rewritten by its first offer, however long that takes: for what comes after the decision."""
     captured = graph.captured()
-    frame = Frame(captured, graph.sites, rules(rule), known)
-    nowhere = PricedGraph(captured, frame, frame.problem(), WorkFailure("Toy", ""), Surroundings(known.machine))
+    frame = ProblemTemplate(captured, graph.sites, rules(rule), known)
+    nowhere = PricedGraph(captured, frame, frame.problem(), WorkFailure("Toy", ""), KernelContext(known.machine))
     chosen = tuple(Chosen(each, rule.propose(each, each.site.tokens, known)[0]) for each in graph.sites)
     return DecidedGraph(nowhere, (), chosen, None)

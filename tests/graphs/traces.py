@@ -16,7 +16,7 @@ from weaveopt.cost_model import Machine
 from weaveopt.fabrics import topology
 from weaveopt.inductor.seams import GraphPass
 from weaveopt.pipeline.capture import capture
-from weaveopt.pipeline.problem import Frame
+from weaveopt.pipeline.problem import ProblemTemplate
 from weaveopt.pipeline.recognize import recognize
 from weaveopt.rewrites import RULES
 from weaveopt.rule import CapturedGraph, Context, RuleSet
@@ -50,6 +50,6 @@ def context_of(captured: CapturedGraph, machine: Machine, world: int = 2, **sett
     return Context(Config(**settings), machine, dict.fromkeys(captured.groups, group))  # type: ignore[arg-type]
 
 
-def framed(captured: CapturedGraph, context: Context, rules: RuleSet = RULES) -> Frame:
+def framed(captured: CapturedGraph, context: Context, rules: RuleSet = RULES) -> ProblemTemplate:
     """Its sites, recognized."""
-    return Frame(captured, recognize(captured, rules, context), rules, context)
+    return ProblemTemplate(captured, recognize(captured, rules, context), rules, context)

@@ -19,7 +19,7 @@ from weaveopt.errors import WeaveError
 from weaveopt.fabrics import connections, tcp, topology
 from weaveopt.ops.reduction.buffers import memory_plan
 from weaveopt.ops.reduction.call import ReductionCall
-from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.operands import EpilogueOperands
 from weaveopt.ops.reduction.reference import reference
 
 NUM_STEPS = 4
@@ -110,7 +110,7 @@ class _Rank:
     def step(self, number: int) -> bytes:
         call, partials = self.call(), self.partials(number)
         weight = torch.linspace(0.5, 1.5, call.hidden)
-        want = reference(partials, Operands(weight=weight), call)
+        want = reference(partials, EpilogueOperands(weight=weight), call)
         if number == STEP:
             for moment in (Moment.CALL, Moment.TRANSFER):
                 self.reach(moment)

@@ -8,17 +8,17 @@ import pytest
 import torch.fx as fx
 
 from weaveopt.inductor.fused import fuse
-from weaveopt.inductor.loops import Step
+from weaveopt.inductor.loops import LoweredStep
 
 NODE = fx.Graph().placeholder("x")
 ITEM = 4
 
 
-def _step(reads: dict[int, int], write: int, rows: tuple[int, ...], reduced: int = 1) -> Step:
+def _step(reads: dict[int, int], write: int, rows: tuple[int, ...], reduced: int = 1) -> LoweredStep:
     """Loops over `rows` that read whole values of so many elements."""
     elements = math.prod(rows)
     places = {(value, None): ITEM * size for value, size in reads.items()}
-    return Step(NODE, places, (write,), ITEM * elements, elements, reduced, call=False, rows=rows)
+    return LoweredStep(NODE, places, (write,), ITEM * elements, elements, reduced, call=False, rows=rows)
 
 
 @pytest.mark.parametrize(

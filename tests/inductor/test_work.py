@@ -20,17 +20,17 @@ from tests.graphs.reductions import Reductions, reduction_of, rows_of
 from tests.graphs.traces import context_of, framed, traced_chain
 from weaveopt import cost_model
 from weaveopt.cli.layers import every_layer
-from weaveopt.cli.model_source import Request, Source
+from weaveopt.cli.model_source import CaptureRequest, Source
 from weaveopt.cli.preview import capture
 from weaveopt.config import Config
 from weaveopt.fabrics import topology
 from weaveopt.inductor.fused import fuse, traffic_of
-from weaveopt.inductor.kernels import Surroundings, outside, within
-from weaveopt.inductor.lowered import Lowering
+from weaveopt.inductor.kernels import KernelContext, outside, within
+from weaveopt.inductor.lowered import GraphLowering
 from weaveopt.pipeline import price
 from weaveopt.preview import preview
 from weaveopt.records.candidate import Estimate
-from weaveopt.records.report import GraphReport, Work, WorkFailure
+from weaveopt.records.report import GraphReport, OutsideWork, WorkFailure
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites import RULES
 
@@ -38,15 +38,15 @@ Form = Callable[[forms.Weights, Tensor, Tensor], tuple[Tensor, ...]]
 FAMILIES = {family.id: family for family in models.FAMILIES}
 
 
-def _requested(family: str, phase: str, batch: int) -> Request:
-    return Request(model=family, tp=2, batch=batch, seq=64, phase=phase)
+def _requested(family: str, phase: str, batch: int) -> CaptureRequest:
+    return CaptureRequest(model=family, tp=2, batch=batch, seq=64, phase=phase)
 
 
 def _predicted(module: fx.GraphModule) -> tuple[int, int, dict[str, int]]:
     """Generated kernels, their bytes, and library calls by kind, of a whole graph without sites."""
     from weaveopt.inductor.calls import kind_of
 
-    lowering = Lowering("cpu")
+    lowering = GraphLowering("cpu")
     for node in module.graph.nodes:
         lowering.lower(node)
     readers: dict[int, list[int]] = {}
@@ -103,7 +103,7 @@ def _reported(family: str, machine: str = "cpu", layers: int = 2) -> GraphReport
     return report
 
 
-def _kinds(work: tuple[Work, ...]) -> dict[str, int]:
+def _kinds(work: tuple[OutsideWork, ...]) -> dict[str, int]:
     return {kind: sum(each.kind == kind for each in work) for kind in sorted({each.kind for each in work})}
 
 
@@ -237,7 +237,7 @@ def test_symbolic_sizes_count_as_their_hints() -> None:
     ("told", "message"), [("a graph of a form\nnever seen", "a graph of a form"), ("\n", "")], ids=["lines", "nothing"]
 )
 def test_a_failure_leaves_the_report_without_work(monkeypatch: pytest.MonkeyPatch, told: str, message: str) -> None:
-    def fail(*_: object) -> tuple[Work, ...]:
+    def fail(*_: object) -> tuple[OutsideWork, ...]:
         raise ValueError(told)
 
     monkeypatch.setattr(price, "outside", fail)
@@ -267,7 +267,7 @@ def test_eighty_layers_in_half_a_second() -> None:
     for _ in range(3):  # the other tests' ranks may still be going
         begin = time.process_time()
         kernels = outside(graph, (), machine.device, {})
-        surroundings = Surroundings(machine)
+        surroundings = KernelContext(machine)
         assert sum(map(surroundings.us, kernels)) > 0.0
         seconds.append(time.process_time() - begin)
     assert min(seconds) < 0.5, seconds

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from weaveopt.cost_model.gemm import Gemm, modelled_us
-from weaveopt.cost_model.machine import GemmCosts, Point, Tile
+from weaveopt.cost_model.machine import GemmCosts, GemmTile, Point
 from weaveopt.measure import fit
 from weaveopt.measure.cases import gemm_fit
 from weaveopt.measure.cases.attention.library import AttentionCase, attention_costs, steps_of
@@ -37,7 +37,7 @@ def test_a_line_through_points_of_a_line_is_that_line() -> None:
 
 def test_gemms_of_a_made_up_machine_are_predicted_between_its_samples() -> None:
     made_up = GemmCosts(
-        "bfloat16", "made up", 2.0, 4e12, 132, tuple(Tile(m, n, 7e14) for m, n in gemm_fit.TILES), fill_us=1.0,
+        "bfloat16", "made up", 2.0, 4e12, 132, tuple(GemmTile(m, n, 7e14) for m, n in gemm_fit.TILES), fill_us=1.0,
         last_wave=0.6, samples=None,
     )  # fmt: skip
     times = {corner: Sample(modelled_us(made_up, *corner), 0.01) for corner in GRID.corners}

@@ -21,7 +21,7 @@ from weaveopt.measure.base import renew
 from weaveopt.measure.cases.reduction import gpu_hosts
 from weaveopt.measure.cases.reduction.calls import Fused
 from weaveopt.measure.ranks import Ranks
-from weaveopt.measure.session import Session
+from weaveopt.measure.session import CalibrationSession
 from weaveopt.ops.reduction.variant import OP
 from weaveopt.records.candidate import Fabric
 
@@ -132,7 +132,7 @@ def _measure(rank: int, world: int) -> tuple[list[tuple[int, int]], list[int], l
     """Calibrate's steps, with kernels of no time: what was reserved (hosts, tokens), and sizes that were timed."""
     become_host(rank, world, 2)
     reserved: list[tuple[int, int]] = []
-    session = Session(CPU, lambda what, done, total: None, quick=True)
+    session = CalibrationSession(CPU, lambda what, done, total: None, quick=True)
     found = gpu_hosts.GpuHosts(2, 2, 1)
 
     def reserve(ranks: Ranks, hosts: int, every: list[Fused]) -> None:

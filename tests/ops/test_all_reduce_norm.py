@@ -24,7 +24,7 @@ from weaveopt.fabrics import shm, topology
 from weaveopt.fabrics.shm import ShmArena
 from weaveopt.ops.reduction.buffers import memory_plan
 from weaveopt.ops.reduction.call import ReductionCall, SumOut, decode
-from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.operands import EpilogueOperands
 from weaveopt.ops.reduction.reference import reference
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
@@ -83,7 +83,7 @@ class Inputs:
     """Every rank's first arguments, and the arguments that all ranks share."""
 
     firsts: list[tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor]]
-    rest: Operands
+    rest: EpilogueOperands
 
     def partials(self) -> list[Tensor]:
         return [first[0] if len(first) == 1 else product_of(*first) for first in self.firsts]
@@ -123,7 +123,7 @@ def make_inputs(form: Form, tokens: int, hidden: int, dtype: torch.dtype, world:
     has_post_weight = form.post is not None
     return Inputs(
         firsts,
-        Operands(
+        EpilogueOperands(
             tensor(hidden) if form.reduced_bias else None,
             torch.tensor(0.5, dtype=dtype) if form.scale_tensor else None,
             residual,

@@ -22,7 +22,7 @@ from weaveopt.ops.reduction import peer
 from weaveopt.ops.reduction.buffers import RowFormat, buffers_of, memory_plan, placed_call
 from weaveopt.ops.reduction.call import FEATURES, ReductionCall, SumOut, decode
 from weaveopt.ops.reduction.op import SITES
-from weaveopt.ops.reduction.operands import Gemm, Operands
+from weaveopt.ops.reduction.operands import DeferredGemm, EpilogueOperands
 from weaveopt.ops.reduction.reference import reference, reference_quant
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
@@ -116,16 +116,18 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     yield made
 
 
-def bind(call: ReductionCall, monkeypatch: pytest.MonkeyPatch, **of_arena: object) -> peer.PeerSite:
+def bind(call: ReductionCall, monkeypatch: pytest.MonkeyPatch, **of_arena: object) -> peer.PeerReduction:
     made = MadeUpArena(**{"layout": Layout.of(memory_plan("tp", [call])), **of_arena})  # type: ignore[arg-type]
     monkeypatch.setattr(transport, "of", lambda name: made)
-    return peer.PeerSite.bind(call, call.encode(), "all_reduce_norm", lambda: None)
+    return peer.PeerReduction.bind(call, call.encode(), "all_reduce_norm", lambda: None)
 
 
-def run(site: peer.PeerSite, tokens: int, partial: torch.Tensor | None = None, **given: torch.Tensor) -> peer.Returned:
+def run(
+    site: peer.PeerReduction, tokens: int, partial: torch.Tensor | None = None, **given: torch.Tensor
+) -> peer.Returned:
     if partial is None:
         partial = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16)
-    results = site.run(partial, Operands(**given))
+    results = site.run(partial, EpilogueOperands(**given))
     assert results is not None
     return results
 
@@ -164,7 +166,7 @@ def test_the_table_picks_the_kernel_by_token_count(launches: Launches, monkeypat
         run(site, tokens)
         assert (launches.last.tokens, launches.last.kernel, launches.last.num_ctas) == (tokens, kernel, num_ctas)
     assert site.launch(257) is None and not site.pieces(257), "through the library"
-    assert site.run(torch.ones(257, HIDDEN).bfloat16(), Operands()) is None
+    assert site.run(torch.ones(257, HIDDEN).bfloat16(), EpilogueOperands()) is None
     launches.why_not = "rows are too long"
     assert bind(make_call(), monkeypatch).launch(5) is None
 
@@ -246,7 +248,7 @@ def test_direct_reads_the_partial_result_from_the_arena(launches: Launches, monk
     assert site._partial is not None and bool((site._partial[:5] == 3).all())
     assert launches.last.partial_offset == begin > launches.sites[0].output_offset == _native.HEADER_BYTES
     a, b = torch.ones(7, 4, dtype=torch.bfloat16), torch.ones(4, HIDDEN, dtype=torch.bfloat16)
-    site.run(Gemm(a, b, None), Operands())
+    site.run(DeferredGemm(a, b, None), EpilogueOperands())
     assert launches.last.partial == site._partial.data_ptr() and bool((site._partial[:7] == 4).all())
 
 
@@ -319,18 +321,18 @@ def test_buffers_hold_what_the_kernels_lay_out() -> None:
 
 def test_quantized_reference() -> None:
     partials = [torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(2)]
-    normalized, _ = reference(partials, Operands(), make_call())
+    normalized, _ = reference(partials, EpilogueOperands(), make_call())
     call = make_call(quant=Quant.PER_TOKEN, out_dtype="float8_e4m3fn", sum_out=SumOut.NONE)
-    quantized, total, row_scale = reference_quant(partials, Operands(), call)
+    quantized, total, row_scale = reference_quant(partials, EpilogueOperands(), call)
     assert quantized.dtype is torch.float8_e4m3fn and total.shape == (0,) and row_scale.shape == (6, 1)
     torch.testing.assert_close(quantized.float() * row_scale, normalized.float(), rtol=0.07, atol=0.01)
     torch.testing.assert_close(row_scale.squeeze(1), normalized.float().abs().amax(-1) / 448)
     static = replace(call, quant=Quant.STATIC)
-    saturated, _, no_scale = reference_quant(partials, Operands(quant_scale=torch.tensor(1e-4)), static)
+    saturated, _, no_scale = reference_quant(partials, EpilogueOperands(quant_scale=torch.tensor(1e-4)), static)
     assert saturated.float().abs().max() == 448 and no_scale.shape == (0,)
     with pytest.raises(WeaveError, match="needs quant_scale"):
-        reference(partials, Operands(), static)
-    zeros, _, least = reference_quant([torch.zeros(1, HIDDEN).bfloat16()], Operands(), call)
+        reference(partials, EpilogueOperands(), static)
+    zeros, _, least = reference_quant([torch.zeros(1, HIDDEN).bfloat16()], EpilogueOperands(), call)
     assert not zeros.float().any() and least.item() > 0
 
 
@@ -344,7 +346,7 @@ def run_quant_op(rank: int) -> None:
         arguments = (partial, None, None, residual, None, None, weight, None, scale, call.encode())
         torch.library.opcheck(torch.ops.weave.all_reduce_norm_quant.default, arguments, test_utils=checks)
         got = torch.ops.weave.all_reduce_norm_quant(*arguments)
-        operands = Operands(residual=residual, weight=weight, quant_scale=scale)
+        operands = EpilogueOperands(residual=residual, weight=weight, quant_scale=scale)
         want = reference_quant([partial], operands, call)
         assert all(torch.equal(a.float(), b.float()) for a, b in zip(some(got), want, strict=True))
 

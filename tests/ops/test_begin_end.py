@@ -27,7 +27,7 @@ from weaveopt.inductor import seams
 from weaveopt.inductor.order import keeping
 from weaveopt.ops.collective_wait.place import place
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
-from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.operands import EpilogueOperands
 from weaveopt.ops.reduction.variant import ALGORITHMS, Algorithm, Transfer
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.order import ANY_ORDER
@@ -43,23 +43,23 @@ TOKENS = (5, 0, 40, 17, MAX_TOKENS + 3)
 """The last count runs through the library."""
 
 
-def make_operands(tokens: int, hidden: int) -> Operands:
+def make_operands(tokens: int, hidden: int) -> EpilogueOperands:
     random = torch.Generator().manual_seed(tokens)
     residual = torch.randn(tokens, hidden, generator=random)
-    return Operands(residual=residual, weight=torch.linspace(0.5, 1.5, hidden), reduced_bias=torch.ones(hidden))
+    return EpilogueOperands(residual=residual, weight=torch.linspace(0.5, 1.5, hidden), reduced_bias=torch.ones(hidden))
 
 
-def begin(call: ReductionCall, partial: Tensor, operands: Operands) -> list[Tensor]:
+def begin(call: ReductionCall, partial: Tensor, operands: EpilogueOperands) -> list[Tensor]:
     results: list[Tensor] = torch.ops.weave.all_reduce_norm_begin(partial, *operands, call.encode())
     return results
 
 
-def end(call: ReductionCall, results: list[Tensor], partial: Tensor, operands: Operands) -> None:
+def end(call: ReductionCall, results: list[Tensor], partial: Tensor, operands: EpilogueOperands) -> None:
     in_use = [partial, *(each for each in operands if each is not None)]
     torch.ops.weave.all_reduce_norm_end(results, in_use, [], call.encode())
 
 
-def in_line(call: ReductionCall, partial: Tensor, operands: Operands) -> list[Tensor]:
+def in_line(call: ReductionCall, partial: Tensor, operands: EpilogueOperands) -> list[Tensor]:
     return list(torch.ops.weave.all_reduce_norm(partial, *operands[:7], call.encode()))
 
 

@@ -20,7 +20,7 @@ from weaveopt.fabrics.layout import Layout
 from weaveopt.ops.reduction import peer_flight
 from weaveopt.ops.reduction.buffers import MAILBOXES, buffer_name, communication_channel, locate, memory_plan
 from weaveopt.ops.reduction.call import ReductionCall, decode
-from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.operands import EpilogueOperands
 from weaveopt.ops.reduction.peer_flight import PeerStarter
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
@@ -80,7 +80,7 @@ def rows(tokens: int) -> torch.Tensor:
 
 def test_kernels_run_between_fork_and_join(launches: Launches, steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
     starter = bind(begun(), monkeypatch)
-    flight = starter.start(rows(4), Operands(residual=rows(4)))
+    flight = starter.start(rows(4), EpilogueOperands(residual=rows(4)))
     assert flight is not None
     assert steps.seen == [("fork", CURRENT), ("run", SIDE), ("launched", SIDE)]
     assert [result.shape[0] for result in flight.results] == [4, 4, 0]
@@ -91,12 +91,12 @@ def test_kernels_run_between_fork_and_join(launches: Launches, steps: Steps, mon
 
 
 def test_no_tokens_launch_nothing(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
-    flight = bind(begun(), monkeypatch).start(rows(0), Operands())
+    flight = bind(begun(), monkeypatch).start(rows(0), EpilogueOperands())
     assert flight is not None and ("run", SIDE) not in steps.seen
 
 
 def test_the_library_runs_after_all_calls_in_flight(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert bind(begun(), monkeypatch).start(rows(TABLE[-1].max_tokens + 1), Operands()) is None
+    assert bind(begun(), monkeypatch).start(rows(TABLE[-1].max_tokens + 1), EpilogueOperands()) is None
     assert steps.seen == [("fork", CURRENT), ("launched", SIDE), ("join", CURRENT)]
 
 
@@ -106,7 +106,7 @@ def test_a_launch_that_fails_returns_to_the_current_stream(
     starter = bind(begun(), monkeypatch)
     launches.code = 3
     with pytest.raises(WeaveError, match="error 3"):
-        starter.start(rows(4), Operands())
+        starter.start(rows(4), EpilogueOperands())
     assert [name for name, _ in steps.seen] == ["fork", "run", "launched", "join"]
 
 
@@ -114,7 +114,7 @@ def test_a_stream_that_fails_is_an_error(steps: Steps, monkeypatch: pytest.Monke
     starter = bind(begun(), monkeypatch)
     steps.code = 9
     with pytest.raises(WeaveError, match="error 9"):
-        starter.start(rows(4), Operands())
+        starter.start(rows(4), EpilogueOperands())
 
 
 def test_the_flight_keeps_what_kernels_read(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_the_flight_keeps_what_kernels_read(steps: Steps, monkeypatch: pytest.Mo
         return prepare(partial, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(type(starter._site), "prepare", lambda _, *arguments: watched(*arguments))
-    flight = starter.start(torch.ones(HIDDEN, 4, dtype=torch.bfloat16).t(), Operands())
+    flight = starter.start(torch.ones(HIDDEN, 4, dtype=torch.bfloat16).t(), EpilogueOperands())
     gc.collect()
     assert flight is not None and copies[0]() is not None
     flight.end()

@@ -16,7 +16,7 @@ from tests.graphs.tolerances import KERNEL, assert_close
 from tests.ranks.tcp_ranks import make_call
 from weaveopt.ops.reduction.buffers import memory_plan
 from weaveopt.ops.reduction.call import decode
-from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.operands import EpilogueOperands
 from weaveopt.ops.reduction.reference import reference
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
@@ -31,7 +31,7 @@ def expect_reference(case: Case, made: Made) -> None:
     for at, tokens in enumerate(case.tokens):
         name = str(case.dtype).removeprefix("torch.")
         call = replace(make_call(case.world, case.hosts, Algorithm.DOUBLING, name), norm=NORM, hidden=case.hidden)
-        operands = Operands(residual=made.residual[at], weight=made.weight)
+        operands = EpilogueOperands(residual=made.residual[at], weight=made.weight)
         want = reference(list(made.partial[at]), operands, call)
         for got, expected in zip((made.normalized[at], made.sum[at]), want, strict=True):
             if got is made.normalized[at] and not case.norm:

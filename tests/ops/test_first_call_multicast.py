@@ -18,8 +18,8 @@ from weaveopt.fabrics.topology import Group
 from weaveopt.ops.reduction import first_call
 from weaveopt.ops.reduction.call import ReductionCall, decode
 from weaveopt.ops.reduction.first_call import MulticastCalls
-from weaveopt.ops.reduction.operands import Operands, QuantResults
-from weaveopt.ops.reduction.peer import PeerSite
+from weaveopt.ops.reduction.operands import EpilogueOperands, QuantResults
+from weaveopt.ops.reduction.peer import PeerReduction
 from weaveopt.ops.reduction.reference import reference_quant
 from weaveopt.records.candidate import Fabric
 
@@ -45,7 +45,7 @@ class MadeUpSite:
     def launch(self, tokens: int) -> object:
         return None if self.call.site in self.ran else object()
 
-    def run(self, partial: Tensor, operands: Operands) -> QuantResults | None:
+    def run(self, partial: Tensor, operands: EpilogueOperands) -> QuantResults | None:
         every = [first_call._partial(rank, self.call.dtype) for rank in range(WORLD)]
         assert torch.equal(partial, every[1]) and not any(x is not None for x in operands.vectors)
         self.ran.append(self.call.dtype)
@@ -57,7 +57,7 @@ class MadeUpSite:
 def said(monkeypatch: pytest.MonkeyPatch, spoil: Spoil) -> tuple[str, list[str]]:
     """Error of the first calls about a kernel, and the dtypes that ran."""
     ran: list[str] = []
-    monkeypatch.setattr(PeerSite, "bound_to", lambda memory, call, *of: MadeUpSite(call, spoil, ran))
+    monkeypatch.setattr(PeerReduction, "bound_to", lambda memory, call, *of: MadeUpSite(call, spoil, ran))
     run = MulticastCalls().prepare(MadeUpArena())  # type: ignore[arg-type]
     assert not ran, "nothing is launched before all ranks are prepared"
     return run(), ran
@@ -99,7 +99,7 @@ def test_a_wrong_scale_is_found_where_rows_have_one(monkeypatch: pytest.MonkeyPa
 
 def test_rows_of_one_rank_alone_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """A switch that does not sum would return these rows."""
-    alone = lambda call, results: reference_quant([first_call._partial(1, call.dtype)], Operands(), call)  # noqa: E731
+    alone = lambda call, results: reference_quant([first_call._partial(1, call.dtype)], EpilogueOperands(), call)  # noqa: E731
     why, _ = said(monkeypatch, alone)
     assert "elements of normalized are not the reference's" in why
 
@@ -120,6 +120,8 @@ def test_the_calls_are_by_multicast_and_fit_what_they_ask_for() -> None:
     assert {call.world for call in calls} == {8} and len({call.site for call in calls}) == len(calls)
     assert {buffer.name for buffer in layout.buffers} == {"output"} and layout.transient_bytes == 67 * 1024 * 4
     for call in calls:
-        assert first_call.PeerSite is PeerSite and layout.holds(Layout.of(first_call.memory_plan("tp", [call])))
+        assert first_call.PeerReduction is PeerReduction and layout.holds(
+            Layout.of(first_call.memory_plan("tp", [call]))
+        )
     assert any(isinstance(each, MulticastCalls) for each in multicast._first_calls), "and every arena runs them"
     assert _native.MAX_WORLD * first_call._LARGEST <= 2**8, "exact in bfloat16, in any order"

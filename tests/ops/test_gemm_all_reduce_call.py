@@ -26,7 +26,7 @@ from weaveopt.ops.gemm_comm.all_reduce.op import NAME
 from weaveopt.ops.gemm_comm.all_reduce.reference import reference
 from weaveopt.ops.reduction.buffers import memory_plan
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
-from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.operands import EpilogueOperands
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
 
@@ -77,7 +77,7 @@ def make_call(form: Form, dtype: str, world: int, one_shot: bool = True, chunk: 
 
 def make_inputs(
     form: Form, tokens: int, dtype: torch.dtype, world: int, whole: bool = False
-) -> tuple[list[tuple[Tensor, Tensor]], Operands]:
+) -> tuple[list[tuple[Tensor, Tensor]], EpilogueOperands]:
     """Every rank's input and weight, and what all share; `whole`: of small whole numbers, whose sums are exact."""
     random = torch.Generator().manual_seed(tokens)
 
@@ -92,7 +92,7 @@ def make_inputs(
     residual = tensor(tokens, HIDDEN) if form.residual else None
     if residual is not None and form.three_dims:
         residual = residual.view(1, tokens, HIDDEN)
-    rest = Operands(
+    rest = EpilogueOperands(
         reduced_bias=tensor(HIDDEN) if form.reduced_bias else None,
         residual=residual,
         post_weight=None if form.post is None else tensor(HIDDEN),
@@ -102,7 +102,7 @@ def make_inputs(
 
 
 def run_op(
-    factors: tuple[Tensor, Tensor], form: Form, rest: Operands, call: GemmReductionCall
+    factors: tuple[Tensor, Tensor], form: Form, rest: EpilogueOperands, call: GemmReductionCall
 ) -> tuple[Tensor, Tensor]:
     normalized, total = torch.ops.weave.gemm_all_reduce_norm(*factors, form.layout, *rest[:7], call.encode())
     return normalized, total
@@ -204,7 +204,7 @@ def test_what_no_chunk_can_do_is_an_error(change: dict[str, object]) -> None:
 def test_an_operand_of_another_shape_is_an_error() -> None:
     call = make_call(Form(), "float32", 2)
     with pytest.raises(WeaveError, match=r"stored as kn"):
-        run_op((torch.zeros(3, DEPTH), torch.zeros(HIDDEN, DEPTH)), Form(layout="kn"), Operands(), call)
+        run_op((torch.zeros(3, DEPTH), torch.zeros(HIDDEN, DEPTH)), Form(layout="kn"), EpilogueOperands(), call)
 
 
 def test_a_variant_that_no_gpu_has_is_an_error() -> None:

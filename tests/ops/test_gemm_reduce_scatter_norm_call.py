@@ -30,7 +30,7 @@ from weaveopt.fabrics.rows_call import decode, memory_plan
 from weaveopt.fabrics.topology import Topology
 from weaveopt.ops.gemm_comm.reduce_scatter.call import GemmReduceScatterNormCall, Products
 from weaveopt.ops.gemm_comm.reduce_scatter.op import SITES
-from weaveopt.ops.gemm_comm.reduce_scatter.peer import PeerSite
+from weaveopt.ops.gemm_comm.reduce_scatter.peer import PeerGemmReduceScatter
 from weaveopt.ops.gemm_comm.reduce_scatter.reference import add_and_normalize, reference_norm
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.report import GraphReport
@@ -69,11 +69,11 @@ def test_shapes_are_known_without_peers() -> None:
 
 
 @pytest.fixture
-def site(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> Iterator[PeerSite]:  # noqa: F811
+def site(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> Iterator[PeerGemmReduceScatter]:  # noqa: F811
     yield scatter_site(CALL.scatter, monkeypatch)
 
 
-def test_one_kernel_gets_all_of_it(site: PeerSite, launches: Launches) -> None:  # noqa: F811
+def test_one_kernel_gets_all_of_it(site: PeerGemmReduceScatter, launches: Launches) -> None:  # noqa: F811
     a, weight, residual = ones(300, DEPTH), ones(HIDDEN, 2 * DEPTH), ones(150, HIDDEN)
     products = Products([a], [weight[:, :DEPTH].t()])
     for scale, is_fp32 in ((ones(HIDDEN), False), (ones(HIDDEN, dtype=torch.float32), True), (None, False)):
@@ -92,7 +92,7 @@ def test_one_kernel_gets_all_of_it(site: PeerSite, launches: Launches) -> None: 
         assert parameters.weight == (0 if scale is None else scale.data_ptr()) and parameters.fp32 == is_fp32 << 3
 
 
-def test_the_sum_may_lie_among_the_rows_of_all_ranks(site: PeerSite, launches: Launches) -> None:  # noqa: F811
+def test_the_sum_may_lie_among_the_rows_of_all_ranks(site: PeerGemmReduceScatter, launches: Launches) -> None:  # noqa: F811
     products, call = Products([ones(300, DEPTH)], [ones(HIDDEN, DEPTH).t()]), replace(CALL, among_all=True)
     made = site.run_norm(products, ones(150, HIDDEN), None, call)
     assert made is not None and [tuple(each.shape) for each in made] == [(150, HIDDEN), (300, HIDDEN)]
@@ -100,7 +100,7 @@ def test_the_sum_may_lie_among_the_rows_of_all_ranks(site: PeerSite, launches: L
     assert values[-2] == made[1][150:].data_ptr(), "of rank 1"
 
 
-def test_rows_that_begin_elsewhere_are_copied(site: PeerSite, launches: Launches) -> None:  # noqa: F811
+def test_rows_that_begin_elsewhere_are_copied(site: PeerGemmReduceScatter, launches: Launches) -> None:  # noqa: F811
     products = Products([ones(8, DEPTH)], [ones(HIDDEN, DEPTH).t()])
     residual, scale = ones(HIDDEN, 4).t(), ones(HIDDEN + 1)[1:]
     assert site.run_norm(products, residual, scale, CALL) is not None
@@ -112,7 +112,7 @@ def test_rows_that_begin_elsewhere_are_copied(site: PeerSite, launches: Launches
 
 
 def test_what_the_kernel_does_not_take(
-    site: PeerSite, launches: Launches, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    site: PeerGemmReduceScatter, launches: Launches, monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:  # fmt: skip
     b, scale = ones(HIDDEN, DEPTH).t(), ones(HIDDEN)
     more = Products([ones(TOKENS + 2, DEPTH)], [b])

@@ -24,7 +24,7 @@ from weaveopt.ops.gemm_comm.all_reduce.shm import ShmGemm
 from weaveopt.ops.reduction import peer
 from weaveopt.ops.reduction.buffers import buffers_of_call, memory_plan
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
-from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.operands import EpilogueOperands
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Lifetime
@@ -196,7 +196,7 @@ def test_what_is_handed_to_the_kernel(launches: TileLaunches, monkeypatch: pytes
     a, weight = torch.ones(300, DEPTH, dtype=torch.bfloat16), torch.ones(HIDDEN, 2 * DEPTH, dtype=torch.bfloat16)
     residual, scale = torch.ones(3, 100, HIDDEN, dtype=torch.bfloat16), torch.ones(HIDDEN)
     gemm = gemm_of(a, weight[:, :DEPTH], "nk", call)
-    results = site.run(gemm, Operands(residual=residual, weight=scale))
+    results = site.run(gemm, EpilogueOperands(residual=residual, weight=scale))
     assert results is not None and [each.shape for each in results] == [residual.shape] * 2
     (seen,) = launches.products
     tiles, matrix, given = seen.tiles, seen.matrix, seen.parameters
@@ -218,7 +218,7 @@ def test_the_library_runs_what_the_device_or_the_plan_does_not_take(
 
     def run(tokens: int, depth: int = DEPTH) -> object:
         a, weight = (torch.ones(rows, depth, dtype=torch.bfloat16) for rows in (tokens, HIDDEN))
-        return site.run(gemm_of(a, weight, "nk", call), Operands(weight=torch.ones(HIDDEN)))
+        return site.run(gemm_of(a, weight, "nk", call), EpilogueOperands(weight=torch.ones(HIDDEN)))
 
     assert run(TOKENS + 1) is None, "more than the buffers have room for"
     assert run(TOKENS) is not None and len(launches.products) == 1

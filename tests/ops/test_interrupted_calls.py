@@ -23,7 +23,7 @@ from tests.ops.test_inference_mode import FAMILIES, Step
 from tests.ranks import run_ranks, shm_ranks
 from weaveopt.errors import PeerTimeoutError, WeaveError
 from weaveopt.fabrics import shm
-from weaveopt.ops.reduction.operands import Gemm
+from weaveopt.ops.reduction.operands import DeferredGemm
 
 HEARD_S = 1.0
 """From a signal to the exception that its handler raises."""
@@ -136,7 +136,7 @@ def run_failing_gemm(rank: int) -> None:
         def fail(*_: object) -> Tensor:
             raise MemoryError("no room")
 
-        Gemm.compute = fail  # type: ignore[method-assign, assignment]
+        DeferredGemm.compute = fail  # type: ignore[method-assign, assignment]
         with pytest.raises(MemoryError, match="no room"):
             torch.ops.weave.mm_all_reduce_norm(*arguments)
         with pytest.raises(WeaveError, match=r"unusable since an earlier call failed.*an exception ended the call"):

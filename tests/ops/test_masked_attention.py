@@ -12,9 +12,9 @@ import weaveopt.ops  # noqa: F401
 from tests.graphs.attention_cases import LOOKS, Sizes, expected, make_mask, make_operands, poison, random_sizes
 from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.errors import WeaveError
-from weaveopt.ops.attention.plan import LONG, MAX_SPLITS, MIDDLE, SHORT, Plan, plan
+from weaveopt.ops.attention.plan import LONG, MAX_SPLITS, MIDDLE, SHORT, AttentionLaunch, plan
 from weaveopt.ops.attention.reference import reference
-from weaveopt.ops.attention.shapes import RANGE_ROWS, Operands, Scores, Shape
+from weaveopt.ops.attention.shapes import RANGE_ROWS, AttentionOperands, AttentionShape, Scores
 
 SCORES = (
     Scores(0.125),
@@ -24,7 +24,7 @@ SCORES = (
 )
 
 
-def run(operands: Operands, scores: Scores) -> torch.Tensor:
+def run(operands: AttentionOperands, scores: Scores) -> torch.Tensor:
     return torch.ops.weave.masked_attention(
         operands.query, operands.key, operands.value, operands.mask, operands.ranges, operands.sinks,
         scores.scale, scores.softcap, scores.causal,
@@ -55,7 +55,7 @@ def test_what_nobody_may_read_may_be_anything() -> None:
     operands = make_operands(sizes, "none", torch.float32, 5, with_sinks=True)
     mask = torch.zeros(1, 1, 1, 90, dtype=torch.bool)
     mask[..., 20:61] = True
-    operands = Operands(operands.query, operands.key, operands.value, mask, None, operands.sinks)
+    operands = AttentionOperands(operands.query, operands.key, operands.value, mask, None, operands.sinks)
     want = expected(operands, Scores(0.125)).float()
     poison(operands, 20, 61)
     assert_close(run(operands, Scores(0.125)), want, KERNEL)
@@ -99,7 +99,7 @@ def test_ranges_alone_admit_what_is_in_them() -> None:
     operands = make_operands(Sizes(queries=3, keys=50), "filled", torch.float32, 2)
     assert operands.mask is not None
     ranges = torch.ops.weave.key_ranges(operands.mask, RANGE_ROWS)
-    alone = Operands(operands.query, operands.key, operands.value, None, ranges)
+    alone = AttentionOperands(operands.query, operands.key, operands.value, None, ranges)
     assert_close(run(alone, Scores(0.1)), run(operands, Scores(0.1)), KERNEL)
 
 
@@ -108,13 +108,13 @@ def test_says_what_does_not_belong_together() -> None:
     q, k, v, mask = operands.query, operands.key, operands.value, operands.mask
     assert mask is not None
     wrong = {
-        "do not belong together": Operands(q[:, :3], k, v),
-        "4 dimensions": Operands(q[0], k, v),
-        "are torch.float32, torch.float32 and torch.bfloat16": Operands(q, k, v.bfloat16()),
-        "not a torch.bool": Operands(q, k, v, mask.float()),
-        "broadcasts to": Operands(q, k, v, mask[..., :7]),
-        "key_ranges": Operands(q, k, v, mask, torch.zeros(2, 1, 1, 2, dtype=torch.int32)),
-        "one for each of 8 heads": Operands(q, k, v, mask, None, torch.zeros(3)),
+        "do not belong together": AttentionOperands(q[:, :3], k, v),
+        "4 dimensions": AttentionOperands(q[0], k, v),
+        "are torch.float32, torch.float32 and torch.bfloat16": AttentionOperands(q, k, v.bfloat16()),
+        "not a torch.bool": AttentionOperands(q, k, v, mask.float()),
+        "broadcasts to": AttentionOperands(q, k, v, mask[..., :7]),
+        "key_ranges": AttentionOperands(q, k, v, mask, torch.zeros(2, 1, 1, 2, dtype=torch.int32)),
+        "one for each of 8 heads": AttentionOperands(q, k, v, mask, None, torch.zeros(3)),
     }
     for words, operands in wrong.items():
         with pytest.raises(WeaveError, match=words):
@@ -139,8 +139,8 @@ def test_the_op_runs_compiled() -> None:
     assert_close(got, run(operands, Scores(0.125)).transpose(1, 2).flatten(2), KERNEL)
 
 
-def decode_plan(batch: int, keys: int, key_heads: int, num_sms: int = 132, size: int = 128) -> Plan:
-    return plan(Shape(batch, key_heads * 8, key_heads, 1, keys, size, size), num_sms)
+def decode_plan(batch: int, keys: int, key_heads: int, num_sms: int = 132, size: int = 128) -> AttentionLaunch:
+    return plan(AttentionShape(batch, key_heads * 8, key_heads, 1, keys, size, size), num_sms)
 
 
 def test_programs_of_decode_are_one_wave_where_they_can_be() -> None:
@@ -176,22 +176,22 @@ def test_loops_with_more_programs_an_sm_are_for_decode_of_usual_heads() -> None:
     assert [(how.block_n, how.num_warps) for how in found] == [short, middle, long]
     wide = [decode_plan(8, keys, 8, size=256) for keys in (512, 4096, 32768)]
     assert {(how.block_n, how.num_warps) for how in wide} == {(MIDDLE.block_n // 2, MIDDLE.num_warps)}
-    rows = [plan(Shape(8, 64, 8, 3, keys, 128, 128), 132) for keys in (512, 4096, 32768)]
+    rows = [plan(AttentionShape(8, 64, 8, 3, keys, 128, 128), 132) for keys in (512, 4096, 32768)]
     assert {(how.block_m, how.block_n, how.num_warps) for how in rows} == {(32, *middle)}
 
 
 def test_short_triangles_are_cut_finer_than_masks() -> None:
     def rows(queries: int, masked: bool) -> int:
-        return plan(Shape(1, 32, 4, queries, queries, 128, 128), 132, masked=masked).block_m
+        return plan(AttentionShape(1, 32, 4, queries, queries, 128, 128), 132, masked=masked).block_m
 
     assert [rows(2048, True), rows(8192, True), rows(2048, False), rows(8192, False)] == [128, 128, 64, 128]
 
 
 def test_tiles_take_grouped_heads_where_queries_are_few() -> None:
-    decode = plan(Shape(8, 64, 8, 1, 4096, 128, 128), 132)
+    decode = plan(AttentionShape(8, 64, 8, 1, 4096, 128, 128), 132)
     assert decode.packed == 8 and decode.block_m == 16 and decode.num_splits > 1
-    assert plan(Shape(8, 64, 8, 1, 4096, 128, 128), 132, may_pack=False).packed == 1
-    prefill = plan(Shape(1, 32, 4, 8192, 8192, 128, 128), 132)
+    assert plan(AttentionShape(8, 64, 8, 1, 4096, 128, 128), 132, may_pack=False).packed == 1
+    prefill = plan(AttentionShape(1, 32, 4, 8192, 8192, 128, 128), 132)
     assert prefill.packed == 1 and prefill.block_m == 128 and prefill.num_splits == 1
-    few = plan(Shape(1, 32, 4, 40, 8192, 128, 128), 132)
-    assert few.num_tiles(Shape(1, 32, 4, 40, 8192, 128, 128)) * few.block_m >= 40 * 8
+    few = plan(AttentionShape(1, 32, 4, 40, 8192, 128, 128), 132)
+    assert few.num_tiles(AttentionShape(1, 32, 4, 40, 8192, 128, 128)) * few.block_m >= 40 * 8

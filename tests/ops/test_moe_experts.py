@@ -18,20 +18,20 @@ from weaveopt.ops.experts import by_expert
 from weaveopt.ops.experts.call import ExpertsCall, decode
 from weaveopt.ops.experts.library import plain
 from weaveopt.ops.experts.reference import reference
-from weaveopt.ops.experts.shapes import Operands
+from weaveopt.ops.experts.shapes import ExpertOperands
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SILU = CALLS[0]
 
 
-def arguments(operands: Operands, call: ExpertsCall) -> tuple[torch.Tensor | str | None, ...]:
+def arguments(operands: ExpertOperands, call: ExpertsCall) -> tuple[torch.Tensor | str | None, ...]:
     return (
         operands.x, operands.experts, operands.weights, operands.gate_up, operands.gate_up_bias, operands.down,
         operands.down_bias, call.encode(),
     )  # fmt: skip
 
 
-def run(operands: Operands, call: ExpertsCall) -> torch.Tensor:
+def run(operands: ExpertOperands, call: ExpertsCall) -> torch.Tensor:
     result: torch.Tensor = torch.ops.weave.moe_experts(*arguments(operands, call))
     return result
 

@@ -17,9 +17,9 @@ from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt import _native
 from weaveopt.errors import WeaveError
 from weaveopt.ops.experts import hopper
-from weaveopt.ops.experts.call import ExpertsCall, Kernels, decode
+from weaveopt.ops.experts.call import ExpertsCall, ExpertsKernel, decode
 from weaveopt.ops.experts.reference import reference
-from weaveopt.ops.experts.shapes import Operands, Shape
+from weaveopt.ops.experts.shapes import ExpertOperands, ExpertsShape
 
 BF16 = torch.bfloat16
 SILU, PLAIN = CALLS[0], CALLS[3]
@@ -32,7 +32,13 @@ FORMS = pytest.mark.parametrize("wide", [0, WIDE], ids=["halves", "wide"])
 
 
 def check(
-    operands: Operands, call: ExpertsCall, what: str, num_sms: int = 4, seed: int = 0, group: int = 2, wide: int = 0
+    operands: ExpertOperands,
+    call: ExpertsCall,
+    what: str,
+    num_sms: int = 4,
+    seed: int = 0,
+    group: int = 2,
+    wide: int = 0,
 ) -> None:
     got = emulated(poisoned(operands), call, num_sms, seed, group, wide)
     assert_close(got, reference(operands, call), KERNEL, what)
@@ -162,9 +168,9 @@ def test_tiles_of_an_expert_are_equally_long() -> None:
 
 def test_tiles_of_the_plan_are_those_of_the_kernels() -> None:
     """No routing needs more of them than the table has room for."""
-    assert hopper.plan(Shape(8192, 8, 128, 2048, 768)).rows == _native.EXPERT_TILE_ROWS
+    assert hopper.plan(ExpertsShape(8192, 8, 128, 2048, 768)).rows == _native.EXPERT_TILE_ROWS
     for rows, experts in itertools.product((1, 300, 700), (1, 2, 3)):
-        shape = Shape(rows, 1, experts, 64, 64)
+        shape = ExpertsShape(rows, 1, experts, 64, 64)
         how = hopper.plan(shape)
         for counts in itertools.product(range(0, rows + 1, 50), repeat=experts):
             if sum(counts) <= rows:
@@ -172,18 +178,18 @@ def test_tiles_of_the_plan_are_those_of_the_kernels() -> None:
 
 
 def test_a_call_says_whose_kernels_it_wants() -> None:
-    call = replace(SILU, kernels=Kernels.HOPPER, table=((8, Kernels.HOPPER), (100, Kernels.TRITON)))
+    call = replace(SILU, kernels=ExpertsKernel.HOPPER, table=((8, ExpertsKernel.HOPPER), (100, ExpertsKernel.TRITON)))
     assert decode(call.encode()) == call != SILU
     found = [call.kernels_at(tokens) for tokens in (1, 8, 9, 100, 101)]
-    assert found == [Kernels.HOPPER] * 2 + [Kernels.TRITON] * 2 + [Kernels.HOPPER]
-    for wrong in (((8, "none"),), ((8, Kernels.TRITON), (8, Kernels.HOPPER))):
+    assert found == [ExpertsKernel.HOPPER] * 2 + [ExpertsKernel.TRITON] * 2 + [ExpertsKernel.HOPPER]
+    for wrong in (((8, "none"),), ((8, ExpertsKernel.TRITON), (8, ExpertsKernel.HOPPER))):
         with pytest.raises(WeaveError):
             decode(replace(call, table=wrong).encode())
 
 
 def test_without_such_a_gpu_they_take_nothing() -> None:
     operands = make_operands(Sizes(tokens=512, experts=2), SILU, BF16, 1)
-    assert hopper.unsupported(operands, Shape(512, 2, 2, 40, 24))
+    assert hopper.unsupported(operands, ExpertsShape(512, 2, 2, 40, 24))
 
 
 @binary.needs_cuda_part

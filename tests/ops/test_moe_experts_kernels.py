@@ -15,7 +15,7 @@ from tests.emulation.experts_compiled import CASES
 from tests.emulation.experts_interpreted import CHECKS
 from tests.graphs.nonempty import some
 from weaveopt.ops.experts.plan import FEW_ROWS, LEAST_ROWS, MOST_ROWS, RESIDENT, SHARED_MEMORY, candidates, plan
-from weaveopt.ops.experts.shapes import Shape
+from weaveopt.ops.experts.shapes import ExpertsShape
 
 KERNELS = ["route", "gate_up", "down", "combine"]
 
@@ -87,7 +87,7 @@ MODELS = (
     (1, 1, 64, 64),
 )
 """Choices, experts, hidden, inner."""
-SHAPES = [Shape(tokens, *sizes) for tokens in (1, 2, 8, 16, 64, 128, 512, 1024, 4096, 16384) for sizes in MODELS]
+SHAPES = [ExpertsShape(tokens, *sizes) for tokens in (1, 2, 8, 16, 64, 128, 512, 1024, 4096, 16384) for sizes in MODELS]
 
 
 @pytest.mark.parametrize("num_sms", [78, 132])
@@ -104,14 +104,14 @@ def test_plans_fit(num_sms: int) -> None:
 
 def test_rows_of_a_tile_follow_rows_of_an_expert() -> None:
     def rows(tokens: int) -> int:
-        return plan(Shape(tokens, 8, 64, 2048, 768), 132).rows
+        return plan(ExpertsShape(tokens, 8, 64, 2048, 768), 132).rows
 
     assert [rows(tokens) for tokens in (1, 8, 64, 128, 256, 512, 8192)] == [16, 16, 16, 32, 64, 128, 128]
 
 
 def test_few_programs_share_the_depth() -> None:
     """The down projection of Mixtral-8x22B, four experts of 96 blocks: or half of the machine waits at the end."""
-    few, many = plan(Shape(2, 2, 4, 6144, 16384), 132), plan(Shape(16, 8, 64, 2048, 768), 132)
+    few, many = plan(ExpertsShape(2, 2, 4, 6144, 16384), 132), plan(ExpertsShape(16, 8, 64, 2048, 768), 132)
     assert few.splits > 1 and many.splits == 1
     assert 2 * 96 * few.splits >= 0.9 * 3 * 132
 
@@ -119,7 +119,7 @@ def test_few_programs_share_the_depth() -> None:
 def test_no_routing_needs_more_tiles() -> None:
     """All ways to divide a few rows among experts."""
     for rows, experts in itertools.product((1, 2, 7, 40), (1, 2, 3)):
-        shape = Shape(rows, 1, experts, 64, 64)
+        shape = ExpertsShape(rows, 1, experts, 64, 64)
         how = plan(shape, 132)
         routings = (each for each in itertools.product(range(rows + 1), repeat=experts) if sum(each) <= rows)
         for counts in some(routings):

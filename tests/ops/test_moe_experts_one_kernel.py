@@ -16,9 +16,9 @@ from tests.graphs.nonempty import some
 from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt import _native
 from weaveopt.ops.experts import hopper
-from weaveopt.ops.experts.call import ExpertsCall, Kernels
+from weaveopt.ops.experts.call import ExpertsCall, ExpertsKernel
 from weaveopt.ops.experts.reference import reference
-from weaveopt.ops.experts.shapes import Operands, checked_shape
+from weaveopt.ops.experts.shapes import ExpertOperands, checked_shape
 
 BF16 = torch.bfloat16
 SILU, PLAIN, CLAMPED = CALLS[0], CALLS[3], CALLS[5]
@@ -29,7 +29,9 @@ DEEP = Sizes(tokens=200, choices=2, experts=3, hidden=328, inner=648)
 NUM_SMS = 6
 
 
-def check(operands: Operands, call: ExpertsCall, what: str, one: OneKernel, seed: int = 0, group: int = 2) -> None:
+def check(
+    operands: ExpertOperands, call: ExpertsCall, what: str, one: OneKernel, seed: int = 0, group: int = 2
+) -> None:
     """Close to the reference, and the bits of two kernels."""
     got = emulated(poisoned(operands), call, NUM_SMS, seed, group, one=one)
     assert_close(got, reference(operands, call), KERNEL, what)
@@ -137,10 +139,12 @@ def test_weights_of_which_one_lies_transposed_are_of_two_kernels() -> None:
     for transposed in (False, True):
         operands = make_operands(replace(SMALL, transposed=transposed), SILU, BF16, 1)
         shape = checked_shape(operands, SILU)
-        how = hopper.plan_of(Kernels.ONE, operands, shape)
-        assert how.one_kernel and replace(how, one_kernel=False) == hopper.plan_of(Kernels.HOPPER, operands, shape)
+        how = hopper.plan_of(ExpertsKernel.ONE, operands, shape)
+        assert how.one_kernel and replace(how, one_kernel=False) == hopper.plan_of(
+            ExpertsKernel.HOPPER, operands, shape
+        )
         other = make_operands(replace(SMALL, transposed=not transposed), SILU, BF16, 1).down
-        assert not hopper.plan_of(Kernels.ONE, replace(operands, down=other), shape).one_kernel
+        assert not hopper.plan_of(ExpertsKernel.ONE, replace(operands, down=other), shape).one_kernel
 
 
 @binary.needs_cuda_part

@@ -30,7 +30,7 @@ from weaveopt.ops.experts.call import ExpertsCall
 from weaveopt.ops.experts.expert_ranges import MAX_RANGES, RangedWeight, joined, tensors_of, whole
 from weaveopt.ops.experts.library import plain
 from weaveopt.ops.experts.reference import reference
-from weaveopt.ops.experts.shapes import Operands, checked_shape
+from weaveopt.ops.experts.shapes import ExpertOperands, checked_shape
 
 BF16 = torch.bfloat16
 SILU, PAIRS, PLAIN = CALLS[0], CALLS[1], CALLS[3]
@@ -39,7 +39,7 @@ SIZES = Sizes(tokens=70, choices=2, experts=9, hidden=72, inner=40, bias=True)
 WIDE = FIRST_WIDE | SECOND_WIDE
 
 
-def run(operands: Operands, call: ExpertsCall) -> torch.Tensor:
+def run(operands: ExpertOperands, call: ExpertsCall) -> torch.Tensor:
     result: torch.Tensor = torch.ops.weave.moe_experts(
         operands.x, operands.experts, operands.weights, [*tensors_of(operands.gate_up)], operands.gate_up_bias,
         [*tensors_of(operands.down)], operands.down_bias, call.encode(),
@@ -47,7 +47,7 @@ def run(operands: Operands, call: ExpertsCall) -> torch.Tensor:
     return result
 
 
-def run_whole(operands: Operands, call: ExpertsCall) -> torch.Tensor:
+def run_whole(operands: ExpertOperands, call: ExpertsCall) -> torch.Tensor:
     result: torch.Tensor = torch.ops.weave.moe_experts(
         operands.x, operands.experts, operands.weights, operands.gate_up, operands.gate_up_bias, operands.down,
         operands.down_bias, call.encode(),

@@ -25,10 +25,10 @@ from weaveopt.fabrics import shm, topology
 from weaveopt.ops.experts import gpu
 from weaveopt.ops.experts.sharded import counts, op
 from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
-from weaveopt.ops.experts.sharded.counts import TokenCounts
+from weaveopt.ops.experts.sharded.counts import ExchangedCounts
 from weaveopt.ops.experts.sharded.library import through_library
 from weaveopt.ops.experts.sharded.op import CAPTURABLE, NAME
-from weaveopt.ops.experts.sharded.peer import PeerSite
+from weaveopt.ops.experts.sharded.peer import PeerExpertExchange
 from weaveopt.records.candidate import Fabric
 
 TIMEOUT_S = 30.0
@@ -39,9 +39,9 @@ def call_of(world: int, site: str = "a", timeout_s: float = TIMEOUT_S) -> Expert
     return replace(call, site=site, fabric=Fabric.PEER, same_tokens=False, timeout_s=timeout_s)
 
 
-def counts_of(call: ExpertExchangeCall) -> TokenCounts:
+def counts_of(call: ExpertExchangeCall) -> ExchangedCounts:
     counts.reserve(topology.discover(call.group, TIMEOUT_S), replace(call, timeout_s=TIMEOUT_S))
-    return TokenCounts(call, call.encode(), NAME, lambda: None)
+    return ExchangedCounts(call, call.encode(), NAME, lambda: None)
 
 
 def run_many_calls(rank: int, world: int, num_calls: int) -> None:
@@ -96,26 +96,26 @@ class _Arena:
             raise self.error
 
 
-def stand_in(seen: list[int]) -> Callable[..., PeerSite]:
-    """A `PeerSite.bind` without a GPU; how much room each source had in the calls goes into `seen`."""
+def stand_in(seen: list[int]) -> Callable[..., PeerExpertExchange]:
+    """A `PeerExpertExchange.bind` without a GPU; how much room each source had in the calls goes into `seen`."""
 
     def exchange(
-        self: PeerSite, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, *rest: object
+        self: PeerExpertExchange, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, *rest: object
     ) -> object:
         operands, _, slot_tokens = rest
         assert isinstance(slot_tokens, int) and len(x) <= slot_tokens <= self._call.max_tokens
         seen.append(slot_tokens)
         return through_library(x, experts, weights, operands, self._call)  # type: ignore[arg-type]
 
-    def bind(call: ExpertExchangeCall, text: str, name: str, forget: Callable[[], None]) -> PeerSite:
-        site = object.__new__(PeerSite)
+    def bind(call: ExpertExchangeCall, text: str, name: str, forget: Callable[[], None]) -> PeerExpertExchange:
+        site = object.__new__(PeerExpertExchange)
         site._call, site._arena = call, _Arena()  # type: ignore[assignment]
-        site._counts = TokenCounts(call, text, name, forget)
+        site._counts = ExchangedCounts(call, text, name, forget)
         slots = call.world * call.max_tokens
         site._rows, site._ids = torch.empty(slots, call.hidden), torch.empty(slots, call.choices)
         return site
 
-    PeerSite._exchange = exchange  # type: ignore[assignment]
+    PeerExpertExchange._exchange = exchange  # type: ignore[assignment]
     return bind
 
 
@@ -133,7 +133,7 @@ def run_calls(rank: int, world: int) -> tuple[list[int], int]:
         through.append(1)
         return through_library(*args)  # type: ignore[arg-type]
 
-    PeerSite.bind = staticmethod(stand_in(seen))  # type: ignore[method-assign]
+    PeerExpertExchange.bind = staticmethod(stand_in(seen))  # type: ignore[method-assign]
     peer_arena.reserve = lambda *_: None  # type: ignore[assignment,return-value]
     gpu.has_kernels = lambda *_: True
     op.through_library = library

@@ -11,7 +11,7 @@ import torch
 from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt import _native
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
-from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.operands import EpilogueOperands
 from weaveopt.ops.reduction.reference import reference
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
@@ -83,7 +83,7 @@ def test_rows_equal_the_reference(isa: str, dtype: str) -> None:
             parameter = torch.randn(hidden, generator=random).to(weights)
             got = alone.run(partial, residual, parameter)
             scale = torch.tensor(0.5)
-            given = Operands(parameter, scale, residual, parameter, parameter, parameter, parameter)
+            given = EpilogueOperands(parameter, scale, residual, parameter, parameter, parameter, parameter)
             want = reference([partial], given, alone.call)
             for name, result, expected in zip(("normalized", "sum"), got, want, strict=True):
                 assert_close(result, expected, KERNEL, f"{name}, {isa}, hidden {hidden}, {post}, {norm}")

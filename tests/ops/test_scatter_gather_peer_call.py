@@ -101,14 +101,14 @@ def arena_for(call: RowsCall, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "of", lambda name: arena)
 
 
-def scatter_site(call: GemmReduceScatterCall, monkeypatch: pytest.MonkeyPatch) -> scatter.PeerSite:
+def scatter_site(call: GemmReduceScatterCall, monkeypatch: pytest.MonkeyPatch) -> scatter.PeerGemmReduceScatter:
     arena_for(call, monkeypatch)
-    return scatter.PeerSite.bind(call, call.encode(), "gemm_reduce_scatter", lambda: None)
+    return scatter.PeerGemmReduceScatter.bind(call, call.encode(), "gemm_reduce_scatter", lambda: None)
 
 
-def gather_site(call: AllGatherGemmCall, monkeypatch: pytest.MonkeyPatch) -> gather.PeerSite:
+def gather_site(call: AllGatherGemmCall, monkeypatch: pytest.MonkeyPatch) -> gather.PeerAllGatherGemm:
     arena_for(call, monkeypatch)
-    return gather.PeerSite.bind(call, call.encode(), "all_gather_gemm", lambda: None)
+    return gather.PeerAllGatherGemm.bind(call, call.encode(), "all_gather_gemm", lambda: None)
 
 
 def fields(record: object) -> tuple[object, ...]:
@@ -193,10 +193,10 @@ def test_scatters_that_launch_nothing_or_cannot(launches: Launches, monkeypatch:
     scatter_site(SCATTER, monkeypatch)
     larger = replace(SCATTER, max_tokens=2 * TOKENS)
     with pytest.raises(ArenaError, match="does not fit the arena"):
-        scatter.PeerSite.bind(larger, larger.encode(), "op", lambda: None)
+        scatter.PeerGemmReduceScatter.bind(larger, larger.encode(), "op", lambda: None)
     other = replace(SCATTER, world=4)
     with pytest.raises(ArenaError, match="planned for 4 ranks, group has 2"):
-        scatter.PeerSite.bind(other, other.encode(), "op", lambda: None)
+        scatter.PeerGemmReduceScatter.bind(other, other.encode(), "op", lambda: None)
 
 
 def names(launches: Launches) -> list[str]:

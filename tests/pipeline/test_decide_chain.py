@@ -22,7 +22,7 @@ from weaveopt.pipeline.price import PricedGraph, price
 from weaveopt.records.candidate import LEAVE, Fabric
 from weaveopt.records.report import Decision
 from weaveopt.rewrites import RULES
-from weaveopt.rewrites.reduction.candidates import Lowered
+from weaveopt.rewrites.reduction.candidates import FusedReductionPlan
 from weaveopt.rule import Chosen, Context, Proposal, RuleSet
 
 NODE_US = toys.node_us()
@@ -189,8 +189,11 @@ def test_captured_graphs_are_decided_best(
                 continue
             estimate = proposal.candidate.estimate
             lowered = settled.get(site.found.site.id, proposal).plan  # of another rule, where it settled nothing
-            assert isinstance(lowered, Lowered) == (proposal.candidate.choice == rule.name) and estimate is not None
-            saved_us = lowered.gather_us if isinstance(lowered, Lowered) and lowered.sum_sharded else 0.0
+            assert (
+                isinstance(lowered, FusedReductionPlan) == (proposal.candidate.choice == rule.name)
+                and estimate is not None
+            )
+            saved_us = lowered.gather_us if isinstance(lowered, FusedReductionPlan) and lowered.sum_sharded else 0.0
             total += estimate.us_with_margin - saved_us * (1.0 + context.machine.relative_error)
         return total
 

@@ -14,9 +14,9 @@ from weaveopt import cost_model
 from weaveopt.pipeline.decide import DecidedGraph, decide
 from weaveopt.pipeline.machine_changes import changes
 from weaveopt.pipeline.price import price
-from weaveopt.pipeline.problem import Frame
+from weaveopt.pipeline.problem import ProblemTemplate
 from weaveopt.pipeline.sensitivity import sensitivities, stretches, words
-from weaveopt.records.report import Decision, Sensitivity, Stretch
+from weaveopt.records.report import ChoiceRange, Decision, Sensitivity
 from weaveopt.records.site import TokenCounts
 from weaveopt.reporting import sections
 from weaveopt.rewrites import RULES
@@ -33,7 +33,7 @@ def _winner(tokens: int) -> str:
 
 @pytest.mark.parametrize("asked", [1, 24, 25, 700, 1407, 1408, 6000, 100_000])
 def test_boundaries_are_exact_wherever_one_asks_from(asked: int) -> None:
-    expected = (Stretch(1, "mail"), Stretch(25, "bulk"), Stretch(1408, "leave"), Stretch(6000, "bulk"))
+    expected = (ChoiceRange(1, "mail"), ChoiceRange(25, "bulk"), ChoiceRange(1408, "leave"), ChoiceRange(6000, "bulk"))
     assert stretches(_winner, asked, 100_000) == expected
 
 
@@ -41,9 +41,13 @@ def test_a_stretch_inside_one_step_is_seen_from_within() -> None:
     def winner(tokens: int) -> str:
         return "odd" if 40_003 <= tokens < 40_009 else "even"
 
-    assert stretches(winner, 40_005, 60_000) == (Stretch(1, "even"), Stretch(40_003, "odd"), Stretch(40_009, "even"))
-    assert stretches(winner, 10, 60_000) == (Stretch(1, "even"),)
-    assert stretches(lambda _: "always", 5, 1) == (Stretch(1, "always"),)
+    assert stretches(winner, 40_005, 60_000) == (
+        ChoiceRange(1, "even"),
+        ChoiceRange(40_003, "odd"),
+        ChoiceRange(40_009, "even"),
+    )
+    assert stretches(winner, 10, 60_000) == (ChoiceRange(1, "even"),)
+    assert stretches(lambda _: "always", 5, 1) == (ChoiceRange(1, "always"),)
 
 
 def _context(machine: str, world: int, **options: tuple[str, ...]) -> Context:
@@ -140,7 +144,7 @@ def test_sites_of_one_kind_are_asked_once_and_refused_ones_never() -> None:
     for refused in (False, False, True):
         made.site(made.input(512, 8192), 1024, refused=refused)
     context = context_of(made.captured(), cost_model.load("h200x4"), 4)
-    frame = Frame(made.captured(), made.sites, RULES, context)
+    frame = ProblemTemplate(made.captured(), made.sites, RULES, context)
     decided = decide(price(made.captured(), frame, frame.problem(), context), RULES, context)
     (found,) = sensitivities(decided, context)
     assert found.sites == ("s0", "s1")
@@ -170,13 +174,13 @@ def test_sites_with_as_many_tokens_change_together() -> None:
 
 def test_disabled_rules_stay_disabled() -> None:
     found = _found(512, 4, _context("h200x4", 4, disable=RULES.names))
-    assert found.stretches == (Stretch(1, "leave"),)
+    assert found.stretches == (ChoiceRange(1, "leave"),)
     assert set(dict(found.constants).values()) == {"leave"}
 
 
 def test_the_words_show_the_neighbours_of_the_count_decided_for() -> None:
     table = tuple(
-        Stretch(tokens, f"{RULE} peer {kernel}")
+        ChoiceRange(tokens, f"{RULE} peer {kernel}")
         for tokens, kernel in ((1, "a"), (10, "b"), (20, "c"), (30, "d"), (40, "e"), (5000, "f"))
     )
     constants = (("memory bandwidth -20 %", f"{RULE} peer d"), ("relative_error ×2", "leave"))
@@ -189,7 +193,7 @@ def test_the_words_show_the_neighbours_of_the_count_decided_for() -> None:
     assert sections.sensitivity_lines(first)[0] == (
         "tokens: up to 9 peer a (here: 3); from 10 peer b; from 20 peer c …"
     )
-    steady = Sensitivity(("s",), 3, "leave", (Stretch(1, "leave"),), (("relative_error ×2", "leave"),))
+    steady = Sensitivity(("s",), 3, "leave", (ChoiceRange(1, "leave"),), (("relative_error ×2", "leave"),))
     assert sections.sensitivity_lines(steady) == (
         "tokens: at every count leave (here: 3)",
         "constants: none of 1 change turns it (the JSON report lists them)",

@@ -12,7 +12,7 @@ from weaveopt.fabrics import shm, topology
 from weaveopt.fabrics.shm import ShmArena
 from weaveopt.ops.reduction.buffers import memory_plan
 from weaveopt.ops.reduction.call import ReductionCall
-from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.operands import EpilogueOperands
 from weaveopt.ops.reduction.reference import reference
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
@@ -41,7 +41,7 @@ def run_op(call: ReductionCall, partial: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def check(call: ReductionCall, ranks: tuple[int, ...], rank: int, step: int = 0) -> None:
-    want = reference([partial_of(r, step) for r in ranks], Operands(), call)
+    want = reference([partial_of(r, step) for r in ranks], EpilogueOperands(), call)
     for got, expected in zip(run_op(call, partial_of(rank, step)), want, strict=True):
         assert_close(got, expected, KERNEL, f"{call.site}, group {ranks}, step {step}")
 

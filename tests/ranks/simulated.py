@@ -22,7 +22,7 @@ from weaveopt.ops.gemm_comm.all_reduce import op as gemm_all_reduce
 from weaveopt.ops.reduction import op as all_reduce_norm
 from weaveopt.ops.reduction import reference
 from weaveopt.ops.reduction.call import ReductionCall
-from weaveopt.ops.reduction.operands import Operands, QuantResults
+from weaveopt.ops.reduction.operands import EpilogueOperands, QuantResults
 
 ALL_ON_REAL_RANKS = os.environ.get("WEAVE_TEST_ALL") == "1"
 """True under `make test-all`: what equal ranks show otherwise is shown on real ranks too."""
@@ -136,7 +136,7 @@ def _make(store: dist.Store, rank: int, world: int, timeout: object) -> EqualRan
 dist.Backend.register_backend(BACKEND, _make, devices=["cpu"])
 
 
-def _through_library(partial: Tensor, operands: Operands, call: ReductionCall) -> QuantResults:
+def _through_library(partial: Tensor, operands: EpilogueOperands, call: ReductionCall) -> QuantResults:
     """Equal ranks have no rows of their own: here every rank has every row of a residual that is sharded by tokens."""
     return reference.through_library(partial, operands, replace(call, residual_sharded=False))
 

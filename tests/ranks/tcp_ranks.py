@@ -14,7 +14,7 @@ from weaveopt.fabrics import tcp, topology
 from weaveopt.fabrics.tcp import TcpArena
 from weaveopt.ops.reduction.buffers import memory_plan
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
-from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.operands import EpilogueOperands
 from weaveopt.ops.reduction.reference import reference
 from weaveopt.ops.reduction.variant import ALGORITHMS, Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
@@ -72,9 +72,9 @@ def check(rank: int, world: int, hosts: int, as_launched: bool = False) -> list[
         for algorithm in ALGORITHMS[Transfer.MESSAGE]:
             made = make_call(world, hosts, algorithm, str(dtype)[6:])
             for call, operands in (
-                (made, Operands(residual=residual, weight=weight)),
-                (replace(made, sum_out=SumOut.NONE), Operands(weight=weight)),
-                (replace(made, norm=None), Operands(residual=residual)),
+                (made, EpilogueOperands(residual=residual, weight=weight)),
+                (replace(made, sum_out=SumOut.NONE), EpilogueOperands(weight=weight)),
+                (replace(made, norm=None), EpilogueOperands(residual=residual)),
             ):
                 want = reference([partial_of(r, tokens, step, dtype) for r in range(world)], operands, call)
                 got = torch.ops.weave.all_reduce_norm(

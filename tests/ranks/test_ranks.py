@@ -16,7 +16,7 @@ import torch._inductor.config
 import torch.distributed as dist
 
 from tests.ranks import RankError, pool, run_ranks
-from weaveopt.autotune import contest
+from weaveopt.autotune import site_timing
 from weaveopt.fabrics import shm, topology, watchdog
 from weaveopt.pipeline import compilation
 from weaveopt.reporting import registry
@@ -52,17 +52,17 @@ def _leaves(rank: int) -> None:
     torch.set_default_dtype(torch.float64)
     registry.open_entry(())
     watchdog._suspected.add(1)
-    contest._runs["left"] = {}
+    site_timing._runs["left"] = {}
     next(compilation.graph_numbers)
-    topology.Exchange._times_made["0", (0, 1)] = 5 + rank
+    topology.RecordExchange._times_made["0", (0, 1)] = 5 + rank
 
 
 def _finds(rank: int) -> tuple[object, ...]:
     left = (
         len(registry._entries),
         len(watchdog._suspected),
-        len(contest._runs),
-        dict(topology.Exchange._times_made),
+        len(site_timing._runs),
+        dict(topology.RecordExchange._times_made),
         repr(compilation.graph_numbers),
     )
     size = torch._inductor.config.max_fusion_size

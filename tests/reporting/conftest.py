@@ -8,7 +8,7 @@ import pytest
 
 from weaveopt.records.candidate import LEAVE, Candidate, Estimate, Fabric, Rejection, Term
 from weaveopt.records.memory import Channel, Lifetime, MemoryPlan, PlacedBuffer
-from weaveopt.records.report import Decision, Fallback, GraphReport, MachineSummary, Report, Variant, Work
+from weaveopt.records.report import Decision, Fallback, GraphReport, MachineSummary, OutsideWork, Report, Variant
 from weaveopt.records.site import Site, TokenCounts
 
 RULE = "all_reduce_rms_norm"
@@ -101,14 +101,14 @@ def report() -> Report:
     )
 
 
-def _layer_work(layer: int, after: int, count: int) -> tuple[Work, ...]:
+def _layer_work(layer: int, after: int, count: int) -> tuple[OutsideWork, ...]:
     """Kernels of a layer outside its two sites: the first projection and attention, then the wide GEMMs."""
     path = f"model.layers.{layer}"
     return (
-        Work(f"{path}.self_attn.qkv_proj", "gemm", 40.0, after, count),
-        Work(f"{path}.self_attn", "attention", 25.0, after, count),
-        Work(f"{path}.mlp.gate_proj", "gemm", 90.0, after + 1, count),
-        Work("", "memory", 5.0, after + 1, count),
+        OutsideWork(f"{path}.self_attn.qkv_proj", "gemm", 40.0, after, count),
+        OutsideWork(f"{path}.self_attn", "attention", 25.0, after, count),
+        OutsideWork(f"{path}.mlp.gate_proj", "gemm", 90.0, after + 1, count),
+        OutsideWork("", "memory", 5.0, after + 1, count),
     )
 
 
@@ -116,10 +116,10 @@ def _layer_work(layer: int, after: int, count: int) -> tuple[Work, ...]:
 def whole(report: Report) -> Report:
     """The same report with what the graph runs outside its sites; the head gathers the logits."""
     work = (
-        Work("model.embed_tokens", "memory", 3.0, 0),
+        OutsideWork("model.embed_tokens", "memory", 3.0, 0),
         *_layer_work(0, 1, 1),
         *_layer_work(1, 3, 7),
-        Work("lm_head", "gemm", 200.0, 5),
-        Work("lm_head", "collective", 60.0, 5),
+        OutsideWork("lm_head", "gemm", 200.0, 5),
+        OutsideWork("lm_head", "collective", 60.0, 5),
     )
     return replace(report, graphs=(replace(report.graphs[0], work=work),))

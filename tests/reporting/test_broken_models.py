@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 from weaveopt.records.report import GraphBreak, OutsideCommunication, Report
 from weaveopt.reporting.document import to_json
 from weaveopt.reporting.document_reader import from_json
-from weaveopt.reporting.printed import PrintedReport
+from weaveopt.reporting.printed_report import PrintedReport
 from weaveopt.reporting.text import text
 
 HOOKS = "Module-level backwards hooks require compiled autograd."

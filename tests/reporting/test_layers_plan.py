@@ -52,15 +52,15 @@ def test_captured_layers_stand_for_all(kinds: str, counts: tuple[int, ...]) -> N
     ],
 )
 def test_presets_are_captured_by_their_kinds_of_layers(name: str, counts: tuple[int, ...]) -> None:
-    plan = preview.plan_layers(model_source.load(name), model_source.Request(name, tp=2))
+    plan = preview.plan_layers(model_source.load(name), model_source.CaptureRequest(name, tp=2))
     assert plan.counts == counts
     assert sum(counts) == plan.total
 
 
 def test_first_layers_and_all_layers() -> None:
     source = model_source.load("llama-3.3-70b")
-    first = preview.plan_layers(source, model_source.Request("llama-3.3-70b", tp=8, layers=3))
-    every = preview.plan_layers(source, model_source.Request("llama-3.3-70b", tp=8, full=True))
+    first = preview.plan_layers(source, model_source.CaptureRequest("llama-3.3-70b", tp=8, layers=3))
+    every = preview.plan_layers(source, model_source.CaptureRequest("llama-3.3-70b", tp=8, full=True))
     assert (first.counts, every.counts) == ((1, 1, 1), (1,) * 80)
     assert (every.whole, first.whole) == (True, False)
 

@@ -16,7 +16,7 @@ import weaveopt
 from weaveopt.records.report import Fallback, Report
 from weaveopt.reporting import document, events
 from weaveopt.reporting.document_reader import from_json
-from weaveopt.reporting.printed import printed
+from weaveopt.reporting.printed_report import printed
 
 
 def test_dict_and_json_are_what_explain_writes(report: Report) -> None:

@@ -12,7 +12,7 @@ from tests.graphs.nonempty import some
 from weaveopt.errors import WeaveError
 from weaveopt.records.candidate import Estimate, Fabric, Rejection, Scalar, TableRow, Term
 from weaveopt.records.memory import Channel, Lifetime, PlacedBuffer
-from weaveopt.records.report import Regime, Report, Sensitivity, Stretch, Variant, WorkFailure
+from weaveopt.records.report import ChoiceRange, Regime, Report, Sensitivity, Variant, WorkFailure
 from weaveopt.records.site import TokenCounts
 from weaveopt.reporting import document as report_json
 from weaveopt.reporting import timeline, trace
@@ -105,7 +105,7 @@ SENSITIVITY = Sensitivity(
     ("a", "b"),
     512,
     "leave",
-    (Stretch(1, "shm two_shot"), Stretch(400, "leave")),
+    (ChoiceRange(1, "shm two_shot"), ChoiceRange(400, "leave")),
     (("memory bandwidth -20 %", "leave"),),
 )
 

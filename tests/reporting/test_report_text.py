@@ -11,7 +11,7 @@ from weaveopt.errors import OptionError
 from weaveopt.fabrics.traits import header_bytes
 from weaveopt.records.candidate import Candidate, Fabric, Rejection, TableRow
 from weaveopt.records.memory import Lifetime, PlacedBuffer
-from weaveopt.records.report import Decision, MachineSummary, Report, Sensitivity, Stretch, Variant, WorkFailure
+from weaveopt.records.report import ChoiceRange, Decision, MachineSummary, Report, Sensitivity, Variant, WorkFailure
 from weaveopt.reporting import memory, parts, reasons, timeline, why
 from weaveopt.reporting import text as render
 
@@ -24,7 +24,11 @@ def test_the_table_is_the_golden_one(report: Report) -> None:
 
 
 def test_the_table_of_a_whole_model_is_the_golden_one(whole: Report) -> None:
-    table = (Stretch(1, f"{RULE} shm one_shot"), Stretch(65, f"{RULE} shm two_shot"), Stretch(6000, "leave"))
+    table = (
+        ChoiceRange(1, f"{RULE} shm one_shot"),
+        ChoiceRange(65, f"{RULE} shm two_shot"),
+        ChoiceRange(6000, "leave"),
+    )
     constants = (("memory bandwidth -20 %", f"{RULE} shm two_shot"), ("relative_error ×2", "leave"))
     sites = tuple(d.site.id for d in whole.graphs[0].decisions[1:])
     found = Sensitivity(sites, 512, f"{RULE} shm two_shot", table, constants)

@@ -16,7 +16,7 @@ from weaveopt.records.report import Decision, GraphBreak, GraphReport, MachineSu
 from weaveopt.reporting import compare, document, levers, reasons, screen, terminal
 from weaveopt.reporting import text as render
 from weaveopt.reporting.headline import headline, headline_line, machine_line
-from weaveopt.reporting.printed import printed
+from weaveopt.reporting.printed_report import printed
 from weaveopt.reporting.timeline import total
 
 GOLDEN = Path(__file__).parent / "golden" / "screen.txt"

@@ -9,7 +9,7 @@ import pytest
 
 from weaveopt.cli.layers import LayerPlan, scale
 from weaveopt.records.candidate import Estimate, Term
-from weaveopt.records.report import Report, Work
+from weaveopt.records.report import OutsideWork, Report
 from weaveopt.reporting import parts, timeline
 from weaveopt.reporting.timeline import Times
 
@@ -23,7 +23,7 @@ def test_kernels_stand_before_the_site_that_follows_them(whole: Report) -> None:
     ]
     assert names[-2:] == ["lm_head", "lm_head"]
     assert len(names) == len(graph.decisions) + len(graph.work)
-    beyond = replace(graph, work=(Work("", "memory", 1.0, 99),))
+    beyond = replace(graph, work=(OutsideWork("", "memory", 1.0, 99),))
     assert timeline.blocks(beyond)[-1] == beyond.work[0], "a kernel after more sites than there are is still there"
 
 
@@ -111,6 +111,8 @@ def test_layers_of_unequal_kernels_stay_apart(whole: Report) -> None:
 
 
 def test_a_graph_without_layers_is_one_part(whole: Report) -> None:
-    graph = replace(whole.graphs[0], decisions=(), work=(Work("", "gemm", 7.0, 0), Work("mlp", "memory", 1.0, 0)))
+    graph = replace(
+        whole.graphs[0], decisions=(), work=(OutsideWork("", "gemm", 7.0, 0), OutsideWork("mlp", "memory", 1.0, 0))
+    )
     (part,) = parts.parts(graph)
     assert (part.name, part.before, part.after) == ("whole", Times(8.0), Times(8.0))

@@ -25,7 +25,7 @@ from weaveopt.records.candidate import Candidate, Fabric
 from weaveopt.records.site import Site
 from weaveopt.rewrites import RULES
 from weaveopt.rewrites.reduction.aliasing import aliasing_values
-from weaveopt.rewrites.reduction.candidates import Lowered
+from weaveopt.rewrites.reduction.candidates import FusedReductionPlan
 from weaveopt.rule import Chosen, FoundSite, HooksInductor, Proposal
 from weaveopt.sites.reduction.matcher import KIND, Reduction
 from weaveopt.sites.shared.epilogue import Reduced
@@ -76,7 +76,7 @@ class Chain:
         site = Site(output.name, KIND, ("0",), "", (reduced.name,))
         found = FoundSite(site, interior, None, Reduction(walked, interior))
         workload = Workload(64, 64, 64, "float32", 2)
-        lowered = plan or Lowered(workload, fabric, "0", (), form.algorithm, (form,), quantizes=quantizes)
+        lowered = plan or FusedReductionPlan(workload, fabric, "0", (), form.algorithm, (form,), quantizes=quantizes)
         self.chosen.append(Chosen(found, Proposal(Candidate("rule", fabric), interior, lowered)))
         return output
 

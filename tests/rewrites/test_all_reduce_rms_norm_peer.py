@@ -24,7 +24,7 @@ from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer, varia
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, TableRow, Term
 from weaveopt.records.report import GraphReport
 from weaveopt.records.site import TokenCounts
-from weaveopt.rewrites.reduction.candidates import Terms, candidates
+from weaveopt.rewrites.reduction.candidates import FusedReductionTerms, candidates
 from weaveopt.sites.reduction.matcher import ReductionFacts
 
 H200 = cost_model.load("h200x4")
@@ -177,7 +177,7 @@ def offered(
     known: topology.Topology | None = None,
     usable_only: bool = False,
 ) -> Offered:
-    terms = Terms(
+    terms = FusedReductionTerms(
         "all_reduce_rms_norm", False, known or topology.fake(world, device="cuda"), machine, against_library=not force
     )
     hosts = terms.topology.num_hosts

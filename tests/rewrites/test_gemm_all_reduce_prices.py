@@ -11,7 +11,13 @@ from weaveopt.ops.reduction.prices.workload import Workload
 from weaveopt.ops.reduction.variant import Algorithm
 from weaveopt.records.candidate import Fabric
 from weaveopt.rewrites.gemm_all_reduce import estimate
-from weaveopt.rewrites.gemm_all_reduce.estimate import Exchange, best_chunks, divisions, estimate_chunks, exchange_of
+from weaveopt.rewrites.gemm_all_reduce.estimate import (
+    ChunkExchange,
+    best_chunks,
+    divisions,
+    estimate_chunks,
+    exchange_of,
+)
 
 
 @pytest.mark.parametrize("name", ["h200x4", "h100x2", "cpu"])
@@ -19,7 +25,7 @@ from weaveopt.rewrites.gemm_all_reduce.estimate import Exchange, best_chunks, di
 def test_the_best_of_all_divisions_is_found(name: str, hidden: int) -> None:
     machine, fabric = cost_model.load(name), Fabric.SHM if name == "cpu" else Fabric.PEER
     algorithms = (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT)
-    exchanges = [Exchange(fabric, algorithm) for algorithm in algorithms]
+    exchanges = [ChunkExchange(fabric, algorithm) for algorithm in algorithms]
     if fabric is Fabric.PEER:
         made = [exchange_of(kernel, fabric, machine) for kernel in kernel_variants(machine, fabric, hidden, 2, 1)]
         exchanges = [each for each in made if each.contention is not None]

@@ -24,7 +24,7 @@ from weaveopt.ops.reduction.prices.workload import Workload
 from weaveopt.ops.reduction.variant import Algorithm, Transfer
 from weaveopt.records.candidate import Candidate, Fabric, Rejection
 from weaveopt.records.report import GraphReport
-from weaveopt.rewrites.gemm_all_reduce.tiles import Priced, price
+from weaveopt.rewrites.gemm_all_reduce.tiles import PricedTiles, price
 
 RULE, OTHER = "gemm_all_reduce", "all_reduce_rms_norm"
 H200 = cost_model.load("h200x4")
@@ -97,7 +97,7 @@ def workload(tokens: int = TOKENS, depth: int = DEPTH, **known: object) -> Workl
 def kernel_us(machine: Machine, of: Workload) -> float:
     """Price of the kernel itself."""
     priced = price(machine, of, Fabric.PEER)
-    assert isinstance(priced, Priced), priced
+    assert isinstance(priced, PricedTiles), priced
     return sum(term.us for term in priced.estimate.terms if term.name in ("gemm", "exposed"))
 
 

@@ -16,7 +16,7 @@ from tests.graphs.preview import previewed
 from weaveopt import cost_model
 from weaveopt.cost_model import Gemm
 from weaveopt.fabrics import topology
-from weaveopt.ops.gemm_comm.reduce_scatter.prices import Work, candidates
+from weaveopt.ops.gemm_comm.reduce_scatter.prices import GemmReduceScatterWork, candidates
 from weaveopt.records.candidate import LEAVE, Fabric
 from weaveopt.records.report import Decision, GraphReport
 from weaveopt.records.site import TokenCounts
@@ -117,7 +117,7 @@ def test_every_fabric_has_its_reasons() -> None:
 
 def test_what_was_not_measured_is_not_used() -> None:
     machine, known = cost_model.load("cpu"), topology.fake(2)
-    work = Work((Gemm(512, 256, 1024),), "bfloat16", 2, 1)
+    work = GemmReduceScatterWork((Gemm(512, 256, 1024),), "bfloat16", 2, 1)
     bare = replace(machine, fabric_costs=tuple(replace(each, curves=()) for each in machine.fabric_costs))
     for profile, found in ((machine, []), (bare, ["not_measured"])):
         [shm] = [

@@ -26,7 +26,7 @@ from weaveopt.ops.reduction.shm import native_site
 from weaveopt.ops.reduction.variant import ALGORITHMS, Algorithm, Transfer
 from weaveopt.records.candidate import Candidate, Fabric
 from weaveopt.records.site import TokenCounts
-from weaveopt.rewrites.reduction.candidates import Lowered, Terms, candidates
+from weaveopt.rewrites.reduction.candidates import FusedReductionPlan, FusedReductionTerms, candidates
 from weaveopt.rewrites.reduction.lowering import memory_of
 from weaveopt.sites.reduction.matcher import ReductionFacts
 
@@ -46,10 +46,12 @@ def machine_with(alpha_us: float, bytes_per_s: float, overhead_us: float = 0.0) 
 
 def proposed(
     machine: Machine, tokens: int, hosts: int, ranks_per_host: int = 1, *, most: int = 0, force: bool = True
-) -> list[tuple[Candidate, Lowered]]:
+) -> list[tuple[Candidate, FusedReductionPlan]]:
     world = hosts * ranks_per_host
     names = tuple(f"h{rank // ranks_per_host}" for rank in range(world))
-    terms = Terms(RULE, True, replace(topology.fake(world), hosts=names), machine, against_library=not force)
+    terms = FusedReductionTerms(
+        RULE, True, replace(topology.fake(world), hosts=names), machine, against_library=not force
+    )
     facts = ReductionFacts("0", world, hosts, HIDDEN, "bfloat16", gemm_depth=1024, sum_read_by_reductions=True)
     return list(candidates(facts, TokenCounts(tokens, most=most or tokens), terms))
 
@@ -69,7 +71,7 @@ def test_only_fabrics_between_hosts_are_its_own() -> None:
 
 def test_gpus_are_priced_and_wait_for_a_measurement() -> None:
     machine = cost_model.load("gh200-infiniband")
-    terms = Terms(RULE, True, topology.fake(4, hosts=4, device="cuda"), machine, against_library=False)
+    terms = FusedReductionTerms(RULE, True, topology.fake(4, hosts=4, device="cuda"), machine, against_library=False)
     facts = ReductionFacts("0", 4, 4, HIDDEN, "bfloat16", gemm_depth=1024)
     found = {each.fabric: each for each, _ in candidates(facts, TokenCounts(8, most=8), terms)}
     joined = found[Fabric.NVSHMEM]

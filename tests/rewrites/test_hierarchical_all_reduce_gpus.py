@@ -18,7 +18,7 @@ from weaveopt.ops.reduction.prices.workload import Workload
 from weaveopt.ops.reduction.variant import KernelRow
 from weaveopt.records.candidate import Candidate, Fabric
 from weaveopt.records.site import TokenCounts
-from weaveopt.rewrites.reduction.candidates import Lowered, Terms, candidates
+from weaveopt.rewrites.reduction.candidates import FusedReductionPlan, FusedReductionTerms, candidates
 from weaveopt.rewrites.reduction.lowering import memory_of
 from weaveopt.sites.reduction.matcher import ReductionFacts
 
@@ -35,9 +35,11 @@ def on_nvshmem(
     most: int = 0,
     hidden: int = HIDDEN,
     dtype: str = "bfloat16",
-) -> tuple[Candidate, Lowered]:
+) -> tuple[Candidate, FusedReductionPlan]:
     world = hosts * ranks_per_host
-    terms = Terms(RULE, True, topology.fake(world, hosts=hosts, device="cuda"), made, against_library=True)
+    terms = FusedReductionTerms(
+        RULE, True, topology.fake(world, hosts=hosts, device="cuda"), made, against_library=True
+    )
     facts = ReductionFacts("0", world, hosts, hidden, dtype, gemm_depth=1024)
     found = candidates(facts, TokenCounts(tokens, most=most or tokens), terms)
     (joined,) = [each for each in found if each[0].fabric is Fabric.NVSHMEM]
@@ -81,7 +83,7 @@ def test_the_transfer_that_is_faster_serves_each_token_count() -> None:
     """Packets below, rows as they are above; a profile without times of those has packets alone."""
     made = machine(flagged=flagged_us, library=lambda size: 100.0)
     cross = (8.0 - 5.8) / (1 / 1.4e5 - 1 / 2.8e5)
-    terms = Terms(RULE, True, topology.fake(2, hosts=2, device="cuda"), made, against_library=True)
+    terms = FusedReductionTerms(RULE, True, topology.fake(2, hosts=2, device="cuda"), made, against_library=True)
     facts = ReductionFacts("0", 2, 2, HIDDEN, "bfloat16", gemm_depth=1024)
     for tokens, chosen in ((1, "doubling packet"), (8, "doubling packet"), (64, "doubling flagged_row")):
         found = candidates(facts, TokenCounts(tokens, most=tokens), terms)

@@ -20,9 +20,9 @@ from weaveopt import cost_model
 from weaveopt.config import Config
 from weaveopt.cost_model.machine import KernelCurve, Machine, SizePoint
 from weaveopt.cost_model.mixture import LEAST_ROWS, WIDE, Mixture, kernels_us
-from weaveopt.inductor.kernels import Surroundings
+from weaveopt.inductor.kernels import KernelContext
 from weaveopt.ops.experts.activation import Activation
-from weaveopt.ops.experts.call import Kernels, decode
+from weaveopt.ops.experts.call import ExpertsKernel, decode
 from weaveopt.records.candidate import LEAVE
 from weaveopt.records.report import Decision, GraphReport
 from weaveopt.records.site import TokenCounts
@@ -157,7 +157,7 @@ def test_an_activation_that_no_kernel_knows_is_left() -> None:
 def _on(
     machine: Machine, tokens: int, facts: MixtureFacts = FACTS, transposed: bool = False, host: Host = TRITON
 ) -> list[tuple[str, float | None, list[str]]]:
-    found = candidates(facts, transposed, TokenCounts(tokens), Surroundings(machine), host, usable_only=False)
+    found = candidates(facts, transposed, TokenCounts(tokens), KernelContext(machine), host, usable_only=False)
     return [
         (each.variant, None if each.estimate is None else each.estimate.us, [r.code for r in each.rejections])
         for each in found
@@ -267,7 +267,7 @@ def test_a_table_says_which_kernels_serve_which_counts() -> None:
 
     machine = replace(cost_model.load("h200x4"), kernels=(*curves("hopper", 2e6, 6e8), *curves("", 4e6, 1e8)))
     asked = TokenCounts(32, most=8192)
-    found = tuple(candidates(FACTS, False, asked, Surroundings(machine), TRITON, usable_only=True))
+    found = tuple(candidates(FACTS, False, asked, KernelContext(machine), TRITON, usable_only=True))
     assert [each.variant for each in found] == [KERNELS, HOPPER]
     assert not found[1].table, "it is not what is chosen"
     few, many = found[0].table
@@ -279,7 +279,8 @@ def test_a_table_says_which_kernels_serve_which_counts() -> None:
     (before, above), (behind, below) = us(few.max_tokens), us(few.max_tokens + 1)
     assert before <= above and behind > below, "the table changes where the curves cross"
     assert not any(
-        each.table for each in candidates(FACTS, False, TokenCounts(8), Surroundings(machine), TRITON, usable_only=True)
+        each.table
+        for each in candidates(FACTS, False, TokenCounts(8), KernelContext(machine), TRITON, usable_only=True)
     )
 
 
@@ -290,7 +291,7 @@ def test_one_kernel_is_chosen_by_its_curves() -> None:
     asked = TokenCounts(8, most=16384)
 
     def fastest(machine: Machine) -> set[str]:
-        found = candidates(FACTS, False, asked, Surroundings(machine), TRITON, usable_only=True)
+        found = candidates(FACTS, False, asked, KernelContext(machine), TRITON, usable_only=True)
         return {row.variant for each in found for row in each.table}
 
     one = {us: replace(two, kernels=(*two.kernels, *_curves("one_kernel ", us))) for us in (499.0, 500.0)}
@@ -314,7 +315,7 @@ def test_kernels_for_many_rows_an_expert() -> None:
     assert hopper_us is not None and wide_us is not None and wide_us < hopper_us and not none
     assert _on(machine, 8191)[3] == (WIDE, None, ["few_rows"])
     asked = TokenCounts(64, most=16384)
-    found = tuple(candidates(FACTS, False, asked, Surroundings(machine), TRITON, usable_only=True))
+    found = tuple(candidates(FACTS, False, asked, KernelContext(machine), TRITON, usable_only=True))
     assert [(row.variant, row.max_tokens) for row in found[0].table] == [(HOPPER, 8191), (WIDE, 16384)]
 
 
@@ -331,10 +332,11 @@ def test_what_speaks_against_the_hopper_kernels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kernels"), [("hopper ", Kernels.HOPPER), ("one_kernel ", Kernels.ONE), ("", Kernels.TRITON)]
+    ("name", "kernels"),
+    [("hopper ", ExpertsKernel.HOPPER), ("one_kernel ", ExpertsKernel.ONE), ("", ExpertsKernel.TRITON)],
 )
 def test_the_graph_says_which_kernels_were_chosen(
-    name: str, kernels: Kernels, graphs: list[fx.Graph], monkeypatch: pytest.MonkeyPatch
+    name: str, kernels: ExpertsKernel, graphs: list[fx.Graph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The profile decides the kernels; previewed on fake tensors of a machine with GPUs."""
     experts, inputs = experts_of(MIXTRAL, "grouped_mm", BF16), routed(64, 2, BF16, BF16, foreign=False)

@@ -14,7 +14,7 @@ from weaveopt.ops.reduction.prices.workload import Workload
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Term
 from weaveopt.records.memory import Lifetime
-from weaveopt.rewrites.reduction.candidates import Lowered, Terms, candidates
+from weaveopt.rewrites.reduction.candidates import FusedReductionPlan, FusedReductionTerms, candidates
 from weaveopt.rewrites.reduction.lowering import memory_of
 from weaveopt.rewrites.reduction.sharding import sharded_values, shared_sums
 from weaveopt.rule import Chosen, FoundSite, PricedSite, Proposal
@@ -22,14 +22,14 @@ from weaveopt.rule import Chosen, FoundSite, PricedSite, Proposal
 WORKLOAD = Workload(64, 64, 1024, "bfloat16", 2)
 EMPTY_WORD = 0x80000000
 """Word that marks an empty packet, and that no packet holds."""
-LOWERED = Lowered(WORKLOAD, Fabric.SHM, "0", ("0", Fabric.SHM), gather_us=7.0)
+LOWERED = FusedReductionPlan(WORKLOAD, Fabric.SHM, "0", ("0", Fabric.SHM), gather_us=7.0)
 
 
 def chosen(found: FoundSite, lowered: object = LOWERED) -> Chosen:
     return Chosen(found, Proposal(Candidate("rule", Fabric.SHM), reduction_of(found).interior, lowered))
 
 
-def priced(found: FoundSite, *lowered: Lowered) -> PricedSite:
+def priced(found: FoundSite, *lowered: FusedReductionPlan) -> PricedSite:
     estimate = Estimate((Term("all", 1.0),))
     proposals = tuple(Proposal(Candidate("rule", each.fabric, "", (), estimate), plan=each) for each in lowered)
     return PricedSite(found, estimate, proposals, tuple(range(len(proposals))))
@@ -108,7 +108,7 @@ def test_the_rules_candidates_divide_alike_where_all_that_counts_is_equal() -> N
     from weaveopt.records.site import TokenCounts
     from weaveopt.sites.reduction.matcher import ReductionFacts
 
-    terms = Terms(
+    terms = FusedReductionTerms(
         "all_reduce_rms_norm", False, topology.fake(4, device="cuda"), cost_model.load("h200x4"), against_library=False
     )
     facts = ReductionFacts("0", 4, 1, 8192, "bfloat16", gemm_depth=2048)

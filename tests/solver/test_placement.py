@@ -10,7 +10,7 @@ from weaveopt.errors import WeaveError
 from weaveopt.records.memory import Buffer, Lifetime, PlacedBuffer
 from weaveopt.solver.placement import (
     ZONE_ALIGNMENT,
-    Request,
+    PlacementRequest,
     aligned,
     arena_bytes,
     place,
@@ -22,16 +22,16 @@ from weaveopt.solver.placement import (
 KEPT = Lifetime.ARENA
 
 
-def random_requests(seed: int) -> list[Request]:
+def random_requests(seed: int) -> list[PlacementRequest]:
     numbers = random.Random(seed)
-    requests: list[Request] = []
+    requests: list[PlacementRequest] = []
     for index in range(numbers.randint(1, 25)):
         first = numbers.randint(0, 8)
         lifetime = numbers.choice(list(Lifetime))
         name = numbers.choice("abc") if lifetime is KEPT else f"output{index}"
         fill = 7 if name == "a" and lifetime is KEPT else None
         buffer = Buffer(name, numbers.randint(0, 30000), lifetime, fill, numbers.choice((1, 64, 256, 4096)))
-        requests.append(Request(f"site{numbers.randint(0, 9)}", buffer, first, first + numbers.randint(0, 4)))
+        requests.append(PlacementRequest(f"site{numbers.randint(0, 9)}", buffer, first, first + numbers.randint(0, 4)))
     return requests
 
 
@@ -81,7 +81,9 @@ def test_the_transient_zone_is_no_larger_than_without_sharing(seed: int) -> None
 
 
 def test_calls_that_follow_one_another_share_their_bytes() -> None:
-    placed = place([Request(f"s{i}", Buffer("output", size), i, i) for i, size in enumerate((1000, 5000, 300))])
+    placed = place(
+        [PlacementRequest(f"s{i}", Buffer("output", size), i, i) for i, size in enumerate((1000, 5000, 300))]
+    )
     assert [p.offset for p in placed] == [0, 0, 0] and arena_bytes(placed) == 5120
 
 
@@ -90,12 +92,12 @@ def test_a_buffer_goes_into_the_smallest_gap_that_holds_it() -> None:
         return Buffer(name, size, Lifetime.UNTIL_READ, alignment=1)
 
     requests = [
-        Request("a", buffer("long", 1000), 0, 9),
-        Request("b", buffer("gap of 900", 900), 0, 0),
-        Request("c", buffer("wall", 800), 0, 9),
-        Request("d", buffer("gap of 700", 700), 0, 0),
-        Request("e", buffer("roof", 600), 0, 9),
-        Request("f", buffer("fits both", 500), 1, 1),
+        PlacementRequest("a", buffer("long", 1000), 0, 9),
+        PlacementRequest("b", buffer("gap of 900", 900), 0, 0),
+        PlacementRequest("c", buffer("wall", 800), 0, 9),
+        PlacementRequest("d", buffer("gap of 700", 700), 0, 0),
+        PlacementRequest("e", buffer("roof", 600), 0, 9),
+        PlacementRequest("f", buffer("fits both", 500), 1, 1),
     ]
     offsets = {p.name: p.offset for p in place(requests)}
     assert offsets["fits both"] == offsets["gap of 700"] == 2700
@@ -103,10 +105,10 @@ def test_a_buffer_goes_into_the_smallest_gap_that_holds_it() -> None:
 
 def test_kept_buffers_come_first_in_the_order_of_their_names() -> None:
     requests = [
-        Request("s0", Buffer("staging", 100, KEPT), 0, 0),
-        Request("s0", Buffer("output", 5000), 0, 0),
-        Request("s1", Buffer("mailboxes", 600, KEPT, fill=0x80000000), 1, 1),
-        Request("s1", Buffer("staging", 300, KEPT), 1, 1),
+        PlacementRequest("s0", Buffer("staging", 100, KEPT), 0, 0),
+        PlacementRequest("s0", Buffer("output", 5000), 0, 0),
+        PlacementRequest("s1", Buffer("mailboxes", 600, KEPT, fill=0x80000000), 1, 1),
+        PlacementRequest("s1", Buffer("staging", 300, KEPT), 1, 1),
     ]
     mailboxes, staging, output = place(requests)
     assert (mailboxes.name, mailboxes.offset, mailboxes.fill, mailboxes.owners) == ("mailboxes", 0, 0x80000000, ("s1",))
@@ -119,15 +121,18 @@ def test_kept_buffers_come_first_in_the_order_of_their_names() -> None:
     ("requests", "message"),
     [
         (
-            [Request("s", Buffer("b", 1, KEPT, 1), 0, 0), Request("t", Buffer("b", 1, KEPT, 2), 0, 0)],
+            [
+                PlacementRequest("s", Buffer("b", 1, KEPT, 1), 0, 0),
+                PlacementRequest("t", Buffer("b", 1, KEPT, 2), 0, 0),
+            ],
             "s wants it filled with 1, t",
         ),
-        ([Request("s", Buffer("b", 1, fill=1), 0, 0)], "only what lives as long as the arena"),
-        ([Request("s", Buffer("b", -1), 0, 0)], "-1 bytes"),
-        ([Request("s", Buffer("b", 1, alignment=8192), 0, 0)], "aligned to 8192"),
-        ([Request("s", Buffer("b", 1), 3, 2)], "from 3 to 2"),
+        ([PlacementRequest("s", Buffer("b", 1, fill=1), 0, 0)], "only what lives as long as the arena"),
+        ([PlacementRequest("s", Buffer("b", -1), 0, 0)], "-1 bytes"),
+        ([PlacementRequest("s", Buffer("b", 1, alignment=8192), 0, 0)], "aligned to 8192"),
+        ([PlacementRequest("s", Buffer("b", 1), 3, 2)], "from 3 to 2"),
     ],
 )
-def test_what_cannot_be_placed_is_refused(requests: list[Request], message: str) -> None:
+def test_what_cannot_be_placed_is_refused(requests: list[PlacementRequest], message: str) -> None:
     with pytest.raises(WeaveError, match=message):
         place(requests)

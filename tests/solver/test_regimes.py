@@ -16,14 +16,14 @@ from tests.graphs.reductions import Reductions, total_of
 from tests.graphs.traces import context_of, framed, traced_chain
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Machine
-from weaveopt.pipeline.problem import Choices, Frame, Problem
+from weaveopt.pipeline.problem import Choices, Problem, ProblemTemplate
 from weaveopt.records.report import GraphReport, Regime, Report
 from weaveopt.records.site import TokenCounts
 from weaveopt.reporting import document as report_json
 from weaveopt.reporting.document_reader import from_json
 from weaveopt.rewrites import RULES
 from weaveopt.rule import Context, FoundSite, Proposal, RuleSet
-from weaveopt.solver.regimes import MAX_REGIMES, Served, Stretch, regimes, stretches, structure_of
+from weaveopt.solver.regimes import MAX_REGIMES, DecidedRange, Served, regimes, stretches, structure_of
 from weaveopt.solver.selection import EXCLUDED
 
 HIDDEN, LAST = 1024, 300
@@ -42,13 +42,13 @@ def problems(machine: Machine, num_sites: int = 3, world: int = 2) -> Callable[[
     return at
 
 
-def scanned(at: Callable[[int], Problem], last: int) -> list[Stretch]:
+def scanned(at: Callable[[int], Problem], last: int) -> list[DecidedRange]:
     """Stretches found by a scan of every token count."""
     structures = [structure_of(at(tokens), at(tokens).best()) for tokens in range(1, last + 1)]
     found, first = [], 1
     for _, run in itertools.groupby(structures):
         length = len(list(run))
-        found.append(Stretch(first, first + length - 1))
+        found.append(DecidedRange(first, first + length - 1))
         first += length
     return found
 
@@ -100,14 +100,14 @@ def test_what_matters_least_goes_together() -> None:
     at = one_site(lambda tokens: saved[(tokens - 1) // 10])
     assert len(stretches(lambda tokens: at(tokens).best(), range(1, 71))) == 7
     assert regimes(at, range(1, 71)) == (
-        Served(1, 30, Stretch(1, 10)),
-        Served(31, 60, Stretch(31, 40)),
-        Served(61, 70, Stretch(61, 70)),
+        Served(1, 30, DecidedRange(1, 10)),
+        Served(31, 60, DecidedRange(31, 40)),
+        Served(61, 70, DecidedRange(61, 70)),
     )
     everything = regimes(at, range(1, 71), max_regimes=1)
-    assert everything == (Served(1, 70, Stretch(1, 10)),)
+    assert everything == (Served(1, 70, DecidedRange(1, 10)),)
     assert len(regimes(at, range(1, 71), max_regimes=7)) == 7
-    assert regimes(at, range(1, 71), max_regimes=7, narrowest=31) == (Served(1, 70, Stretch(1, 10)),)
+    assert regimes(at, range(1, 71), max_regimes=7, narrowest=31) == (Served(1, 70, DecidedRange(1, 10)),)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -197,7 +197,7 @@ def test_kinds_priced_once_are_decided_as_every_site_by_itself(seed: int, force:
     machine, world = (wavy(rng), 2) if seed % 2 else (cost_model.load(rng.choice(("h200x4", "h100x8"))), 4)
     made, varying = tangled(rng, machine, world)
     context = context_of(made.captured(), machine, world, force=force)
-    frame, apart = (Frame(made.captured(), made.sites, RULES, context) for _ in range(2))
+    frame, apart = (ProblemTemplate(made.captured(), made.sites, RULES, context) for _ in range(2))
     apart.kinds = tuple(range(len(made.sites)))
     # Sites are of one kind only where their counts vary alike.
     steady = [index for index in range(len(made.sites)) if index not in varying]
@@ -246,7 +246,7 @@ def test_a_kind_is_asked_for_once() -> None:
     context = context_of(captured, machine, 4)
     found = framed(captured, context).sites
     rules: RuleSet = toys.rules(Asked())  # type: ignore[arg-type]
-    frame = Frame(captured, found, rules, context)
+    frame = ProblemTemplate(captured, found, rules, context)
     problem = frame.problem(usable_only=True)
     assert len(problem.sites) == 160 and len(problem.interactions) == 159
     assert len(asked) == len(set(asked)) == 3 and {rejected for _, rejected in asked} == {0}
@@ -263,7 +263,7 @@ def test_sums_of_equal_kinds_may_be_covered_by_others() -> None:
         made.site(total, sharing=[total_of(reader)] if covers_both else ())
     captured = made.captured()
     context = context_of(captured, cost_model.load("cpu"))
-    frame, apart = (Frame(captured, made.sites, toys.rules(RULE), context) for _ in range(2))
+    frame, apart = (ProblemTemplate(captured, made.sites, toys.rules(RULE), context) for _ in range(2))
     apart.kinds = tuple(range(len(made.sites)))
     quick, plain = frame.problem(usable_only=True), apart.problem()
     assert (quick.interactions, quick.exclusions) == (plain.interactions, plain.exclusions)

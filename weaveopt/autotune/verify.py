@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weaveopt.autotune.contest import Contest, Label, Outcome, contests_of, recall, remember, settled
-from weaveopt.autotune.meeting import Alone, Council, GroupMeeting
-from weaveopt.autotune.trial import Make, Trial, running, trial_of
+from weaveopt.autotune.candidate_run import CandidateRun, Make, candidate_run_of, running
+from weaveopt.autotune.rank_agreement import GroupAgreement, RankAgreement, SingleRank
+from weaveopt.autotune.site_timing import Label, SiteTiming, TimingResult, recall, remember, settled, site_timings_of
 from weaveopt.cost_model import timing
 from weaveopt.errors import AgreementError, PeerTimeoutError
 from weaveopt.measure.clock import Clock, CpuClock, CudaClock, Meeting
@@ -41,29 +41,29 @@ def verify(priced: PricedGraph, rules: RuleSet, context: Context, make: Make) ->
     """Times at most a handful of candidates of each kind of site, unfused among them; what is known is not timed again.
 
     Sites beyond the option `verify_budget_s`, and those that cannot run by themselves, keep their predicted times.
-    Raises `AgreementError` and `PeerTimeoutError` as every meeting and every operation does.
+    Raises `AgreementError` and `PeerTimeoutError` as every group_agreement and every operation does.
     """
     topologies = {name: context.topologies[name] for name in priced.captured.groups}
     if any(known.fake for known in topologies.values()):
         return Verified(priced, ("nothing was timed: the process group has no peers",))
     groups = tuple(sorted(name for name, known in topologies.items() if known.world > 1))
-    council = Council(groups, context.config.compile_timeout_s)
-    contests = contests_of(priced, context)
-    if not council.alike({group: "\n".join(each.words(group) for each in contests) for group in groups}):
+    agreement = RankAgreement(groups, context.config.compile_timeout_s)
+    site_timings = site_timings_of(priced, context)
+    if not agreement.alike({group: "\n".join(each.words(group) for each in site_timings) for group in groups}):
         return Verified(priced, ("nothing was timed: the ranks have other candidates",))  # bind says which
-    referee = _Referee(priced, rules, context, make, council)
+    autotuning = _Autotuning(priced, rules, context, make, agreement)
     sites = list(priced.problem.sites)
     lines = []
-    for contest in contests:
-        outcomes = referee.outcomes(contest)
-        site = None if outcomes is None else settled(contest, outcomes)
-        lines.append(f"{contest.site.found.site.id}: {referee.said}")
+    for site_timing in site_timings:
+        outcomes = autotuning.outcomes(site_timing)
+        site = None if outcomes is None else settled(site_timing, outcomes)
+        lines.append(f"{site_timing.site.found.site.id}: {autotuning.said}")
         if site is None:
             continue
         for index, kind in enumerate(priced.frame.kinds):
             # Candidates of sites of one kind are the same objects, unless a site's own nodes allow others.
             own = [each.candidate for each in priced.problem.sites[index].proposals]
-            if kind == contest.index and own == [each.candidate for each in contest.site.proposals]:
+            if kind == site_timing.index and own == [each.candidate for each in site_timing.site.proposals]:
                 pairs = zip(sites[index].proposals, site.proposals, strict=True)
                 proposals = tuple(replace(each, candidate=timed.candidate) for each, timed in pairs)
                 sites[index] = replace(site, found=sites[index].found, proposals=proposals)
@@ -71,83 +71,85 @@ def verify(priced: PricedGraph, rules: RuleSet, context: Context, make: Make) ->
     return Verified(replace(priced, problem=problem), tuple(lines))
 
 
-class _Referee:
-    """Runs contests one after the other, and says what came of the last one."""
+class _Autotuning:
+    """Times one kind of site after the other, and describes the result of the last one."""
 
-    def __init__(self, priced: PricedGraph, rules: RuleSet, context: Context, make: Make, council: Council) -> None:
+    def __init__(
+        self, priced: PricedGraph, rules: RuleSet, context: Context, make: Make, agreement: RankAgreement
+    ) -> None:
         self._priced, self._rules, self._context, self._make = priced, rules, context, make
-        self._council = council
+        self._agreement = agreement
         self._began = time.perf_counter()
         self._is_over = False
         self.said = ""
 
-    def outcomes(self, contest: Contest) -> dict[Label, Outcome] | None:
-        """Time every candidate of a contest; None if the prediction has to decide."""
-        found = recall(contest)
+    def outcomes(self, site_timing: SiteTiming) -> dict[Label, TimingResult] | None:
+        """Time every candidate of a site; None if the prediction has to decide."""
+        found = recall(site_timing)
         tokens = 0 if found is None else found[0]
         # Ranks may remember differently, those of another group's earlier graphs say.
-        most, least = self._council.most([float(tokens), -float(tokens)])
+        most, least = self._agreement.most([float(tokens), -float(tokens)])
         if found is not None and most == -least:
-            times = "timed before" if tokens == contest.tokens else f"timed before, at {counted(tokens, 'token')}"
+            times = "timed before" if tokens == site_timing.tokens else f"timed before, at {counted(tokens, 'token')}"
             self.said = f"{counted(len(found[1]), 'candidate')}, {times}"
             return found[1]
         if self._is_over or self._has_ended(0.0):
             self.said = self._ended
             return None
-        positions: tuple[int | None, ...] = (None, *contest.positions)
-        labels = [*contest.runners]
+        positions: tuple[int | None, ...] = (None, *site_timing.positions)
+        labels = [*site_timing.runners]
         failures: dict[Label, Rejection] = {}
-        trials: dict[Label, Trial] = {}
+        runs: dict[Label, CandidateRun] = {}
         for label, position in zip(labels, positions, strict=True):
-            trial = self._made(contest, position, label, failures)
-            if trial is not None:
-                trials[label] = trial
+            run = self._made(site_timing, position, label, failures)
+            if run is not None:
+                runs[label] = run
             elif position is None:
                 break  # there is nothing to compare with
-        expected_us = {} if labels[0] in failures else self._tried(trials, failures)
+        expected_us = {} if labels[0] in failures else self._tried(runs, failures)
         if labels[0] in failures:
             self.said = f"not timed: {failures[labels[0]].message}"
             return None
-        clock = _clock(contest, self._context)
+        clock = _clock(site_timing, self._context)
         if self._has_ended(sum(clock.takes_s(us) for us in expected_us.values())):
             self.said = self._ended
             return None
-        outcomes: dict[Label, Outcome] = {**failures, **self._times(contest, trials, expected_us, clock)}
-        remember(contest, outcomes)
-        self.said = f"{counted(len(expected_us), 'candidate')} timed at {counted(contest.tokens, 'token')}"
+        outcomes: dict[Label, TimingResult] = {**failures, **self._times(site_timing, runs, expected_us, clock)}
+        remember(site_timing, outcomes)
+        self.said = f"{counted(len(expected_us), 'candidate')} timed at {counted(site_timing.tokens, 'token')}"
         if failures:
             self.said += f", {len(failures)} could not be run"
         return outcomes
 
     def _made(
-        self, contest: Contest, position: int | None, label: Label, failures: dict[Label, Rejection]
-    ) -> Trial | None:
-        """Build a trial; None, with a reason, if some rank cannot build it or has no memory for it."""
-        trial, why = None, ""
+        self, site_timing: SiteTiming, position: int | None, label: Label, failures: dict[Label, Rejection]
+    ) -> CandidateRun | None:
+        """Build a run; None, with a reason, if some rank cannot build it or has no memory for it."""
+        run, why = None, ""
         try:
-            trial = trial_of(self._priced, contest.index, position, self._rules, self._context, self._make)
+            run = candidate_run_of(self._priced, site_timing.index, position, self._rules, self._context, self._make)
         except _RAISED:
             raise
         except Exception as error:  # whatever went wrong, the others must not wait for it
             why = _words(error)
         if self._failed(label, why, failures):
             return None
-        assert trial is not None
+        assert run is not None
         # Ranks of a group reserve together, or have all failed.
-        whys = [reserve(plan, self._context) for plan in trial.plans]
-        return None if self._failed(label, "; ".join(filter(None, whys)), failures) else trial
+        whys = [reserve(plan, self._context) for plan in run.plans]
+        return None if self._failed(label, "; ".join(filter(None, whys)), failures) else run
 
-    def _tried(self, trials: dict[Label, Trial], failures: dict[Label, Rejection]) -> dict[Label, float]:
+    def _tried(self, runs: dict[Label, CandidateRun], failures: dict[Label, Rejection]) -> dict[Label, float]:
         """Each called twice: microseconds of the second call, of all ranks the longest. What fails is dropped."""
         found: dict[Label, float] = {}
-        for label, trial in trials.items():
+        for label, run in runs.items():
             why, us = "", 0.0
             try:
                 with running():
                     for _ in range(2):
                         _finish()
                         start = time.perf_counter()
-                        trial.launch(0)
+                        run.launch(0)
                         _finish()
                         us = (time.perf_counter() - start) * 1e6
             except _RAISED:
@@ -155,29 +157,29 @@ class _Referee:
             except Exception as error:
                 why = _words(error)
             if not self._failed(label, why, failures):
-                [found[label]] = self._council.most([us])
+                [found[label]] = self._agreement.most([us])
         return found
 
     def _times(
-        self, contest: Contest, trials: dict[Label, Trial], expected_us: dict[Label, float], clock: Clock
+        self, site_timing: SiteTiming, runs: dict[Label, CandidateRun], expected_us: dict[Label, float], clock: Clock
     ) -> dict[Label, Measured]:
         with running():
-            launches = [trials[label].launch for label in expected_us]
-            samples = clock.in_turns(launches, [*expected_us.values()], self._meeting(contest))
+            launches = [runs[label].launch for label in expected_us]
+            samples = clock.in_turns(launches, [*expected_us.values()], self._group_agreement(site_timing))
         values = [value for sample in samples for value in (sample.us, sample.spread)]
-        told = self._council.most(values)  # ranks of other groups have the same graph
+        told = self._agreement.most(values)  # ranks of other groups have the same graph
         pairs = zip(expected_us, told[::2], told[1::2], strict=True)
         return {label: Measured(round(us, 3), round(timing.error_of(spread), 4)) for label, us, spread in pairs}
 
-    def _meeting(self, contest: Contest) -> Meeting:
-        for group in contest.site.found.site.groups:
+    def _group_agreement(self, site_timing: SiteTiming) -> Meeting:
+        for group in site_timing.site.found.site.groups:
             if self._context.topologies[group].world > 1:
-                return GroupMeeting(group, self._context.config.compile_timeout_s)
-        return Alone()
+                return GroupAgreement(group, self._context.config.compile_timeout_s)
+        return SingleRank()
 
     def _failed(self, label: Label, why: str, failures: dict[Label, Rejection]) -> bool:
         """Record a failure; True if any rank has one."""
-        [failed] = self._council.most([float(bool(why))])
+        [failed] = self._agreement.most([float(bool(why))])
         if failed:
             found = why or "another rank could not"
             failures[label] = Rejection("not_run", f"it could not be run by itself on the ranks: {found}")
@@ -185,7 +187,7 @@ class _Referee:
 
     def _has_ended(self, more_s: float) -> bool:
         """True if the time budget does not allow `more_s` more; the same on all ranks."""
-        [spent_s] = self._council.most([time.perf_counter() - self._began + more_s])
+        [spent_s] = self._agreement.most([time.perf_counter() - self._began + more_s])
         self._is_over = spent_s > self._context.config.verify_budget_s
         return self._is_over
 
@@ -195,8 +197,8 @@ class _Referee:
         return f"not timed: the budget of {budget_s:g} s (option verify_budget_s) is spent"
 
 
-def _clock(contest: Contest, context: Context) -> Clock:
-    groups = contest.site.found.site.groups
+def _clock(site_timing: SiteTiming, context: Context) -> Clock:
+    groups = site_timing.site.found.site.groups
     return _clock_of(context.topologies[groups[0]].device if groups else context.machine.device)
 
 

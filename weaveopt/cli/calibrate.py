@@ -33,7 +33,7 @@ NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"
 
 
 @dataclass(frozen=True)
-class Question:
+class CalibrateArguments:
     """The parsed command line."""
 
     output: Path
@@ -72,9 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="a coarse look in seconds; not for decisions")
 
 
-def question(args: argparse.Namespace) -> Question:
+def question(args: argparse.Namespace) -> CalibrateArguments:
     """The arguments, typed. Raises `OptionError` for what cannot be meant."""
-    asked = Question(args.output, args.name, args.device, args.quick, args.base, tuple(args.only))
+    asked = CalibrateArguments(args.output, args.name, args.device, args.quick, args.base, tuple(args.only))
     folder = asked.output.absolute().parent
     if not os.path.isdir(folder):  # false too where one may not look
         raise OptionError(f"--output {asked.output}: no directory {folder}")
@@ -93,7 +93,7 @@ def question(args: argparse.Namespace) -> Question:
     return asked
 
 
-def _check_ranks(asked: Question) -> None:
+def _check_ranks(asked: CalibrateArguments) -> None:
     """Check the ranks. Raises `OptionError` unless a launcher started several, or this host has one GPU to measure
     alone."""
     missing = [name for name in LAUNCHED if not variable(name)]
@@ -118,7 +118,7 @@ def _num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def run(asked: Question) -> int:
+def run(asked: CalibrateArguments) -> int:
     """Measures, writes the profile on rank 0 and says where. Returns the exit code."""
     os.environ.update(NO_MULTICAST)
     from datetime import timedelta
@@ -185,13 +185,13 @@ def _base(asked: str, device: torch.device) -> Machine:
     return found
 
 
-def _measure(asked: Question, device: torch.device, base: Machine | None) -> None:
+def _measure(asked: CalibrateArguments, device: torch.device, base: Machine | None) -> None:
     import torch.distributed as dist
 
     from weaveopt import cost_model
     from weaveopt.fabrics import topology
     from weaveopt.measure.base import renew
-    from weaveopt.measure.session import Session
+    from weaveopt.measure.session import CalibrationSession
     from weaveopt.measure.suite import measure, measure_between_hosts
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -204,7 +204,7 @@ def _measure(asked: Question, device: torch.device, base: Machine | None) -> Non
     name = asked.name or asked.output.stem
     before = base or (cost_model.load(name) if name in cost_model.names() else None)
     with _progress(rank == 0) as tell:
-        session = Session(device, tell, asked.quick)
+        session = CalibrationSession(device, tell, asked.quick)
         if base is not None and where.num_hosts > 1:
             machine = measure_between_hosts(session, where, name, base)
         else:

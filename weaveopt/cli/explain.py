@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weaveopt.cli.question import ALL_LAYERS, DEFAULT_MACHINE, PICTURES, Question
+from weaveopt.cli.question import ALL_LAYERS, DEFAULT_MACHINE, PICTURES, ExplainArguments
 from weaveopt.errors import CaptureError, OptionError, ProfileError
 from weaveopt.records.report import GraphReport, Report
 from weaveopt.wording import counted
 
 if TYPE_CHECKING:
-    from weaveopt.cli.model_source import Request, Source
+    from weaveopt.cli.model_source import CaptureRequest, Source
     from weaveopt.cost_model import Machine
 
 NUM_STEPS = 5
@@ -28,7 +28,7 @@ RULES = "weaveopt.rewrites."
 MORE = "more: --full, --why SITE, --format json"
 
 
-def run(asked: Question) -> int:
+def run(asked: ExplainArguments) -> int:
     """Capture, decide, print; or compare two reports. Returns the exit code."""
     if asked.compare is not None:
         from weaveopt.reporting import compare
@@ -45,7 +45,7 @@ def run(asked: Question) -> int:
     return 0
 
 
-def _console(asked: Question) -> tuple[int, bool]:
+def _console(asked: ExplainArguments) -> tuple[int, bool]:
     """Width of the text, and whether it has colors."""
     from weaveopt.reporting import terminal
 
@@ -54,7 +54,7 @@ def _console(asked: Question) -> tuple[int, bool]:
     return terminal.width_of(sys.stdout), terminal.colored(sys.stdout)
 
 
-def explain(asked: Question, on_step: Callable[[str], None] = lambda _: None) -> Report:
+def explain(asked: ExplainArguments, on_step: Callable[[str], None] = lambda _: None) -> Report:
     """The report of one captured forward pass. Raises a `WeaveError` for everything that is wrong with the question."""
     on_step("reading the configuration")
     from weaveopt import cost_model
@@ -108,9 +108,9 @@ def rule_names() -> tuple[str, ...]:
     return tuple(sorted(name.removeprefix(RULES).partition(".")[0] for name in modules if name.startswith(RULES)))
 
 
-def request_of(asked: Question, source: Source, machine: Machine) -> Request:
+def request_of(asked: ExplainArguments, source: Source, machine: Machine) -> CaptureRequest:
     """The question with its defaults filled in from the model and the machine."""
-    from weaveopt.cli.model_source import Request, default_ranks
+    from weaveopt.cli.model_source import CaptureRequest, default_ranks
 
     per_host = machine.ranks_per_host
     tp, ep = asked.tp or 0, asked.ep or 0
@@ -125,7 +125,7 @@ def request_of(asked: Question, source: Source, machine: Machine) -> Request:
         )
     phase = asked.phase or "prefill"
     tokens_batch, tokens_seq = (1, asked.tokens) if phase == "prefill" else (asked.tokens, None)
-    return Request(
+    return CaptureRequest(
         model=asked.model or source.name,
         tp=tp,
         ep=ep,
@@ -140,14 +140,14 @@ def request_of(asked: Question, source: Source, machine: Machine) -> Request:
     )
 
 
-def _batch(request: Request) -> str:
+def _batch(request: CaptureRequest) -> str:
     if request.phase == "decode":
         return f"decode of {counted(request.batch, 'sequence')}, cache of {request.seq}"
     logits = "all" if request.all_logits else "the last"
     return f"prefill of {request.batch} × {counted(request.seq, 'token')}, logits of {logits}"
 
 
-def rendered(report: Report, asked: Question) -> str | bytes:
+def rendered(report: Report, asked: ExplainArguments) -> str | bytes:
     if asked.form == "json":
         from weaveopt.reporting.document import to_json
 

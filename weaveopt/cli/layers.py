@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from weaveopt.records.report import GraphReport, Work
+from weaveopt.records.report import GraphReport, OutsideWork
 from weaveopt.reporting.timeline import Block, blocks, homes, module_of
 from weaveopt.wording import counted
 
@@ -120,13 +120,13 @@ def scale(graph: GraphReport, plan: LayerPlan) -> GraphReport:
     def scaled(block: Block, layer: int | None) -> Block:
         if layer is None or layer >= plan.captured:
             return block
-        if isinstance(block, Work):
+        if isinstance(block, OutsideWork):
             return replace(block, count=block.count * plan.counts[layer])
         return replace(block, site=replace(block.site, count=block.site.count * plan.counts[layer]))
 
     counted = [scaled(block, layer) for block, layer in zip(sequence, layers, strict=True)]
     return replace(
         graph,
-        decisions=tuple(block for block in counted if not isinstance(block, Work)),
-        work=tuple(block for block in counted if isinstance(block, Work)),
+        decisions=tuple(block for block in counted if not isinstance(block, OutsideWork)),
+        work=tuple(block for block in counted if isinstance(block, OutsideWork)),
     )

@@ -24,7 +24,7 @@ PHASES = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
-class Request:
+class CaptureRequest:
     """Request for a capture. `tp` and `ep` are ranks; 0 stands for "not asked for"."""
 
     model: str
@@ -139,7 +139,7 @@ def _near(word: str, known: tuple[str, ...]) -> str:
     return hint if hint.startswith("did you mean") else f"{counted(len(known), 'type')} are known, none of them similar"
 
 
-def check(source: Source, request: Request) -> None:
+def check(source: Source, request: CaptureRequest) -> None:
     """Reject impossible requests before any time is spent. Raises `CaptureError`.
 
     For a sketch the values in its JSON are checked, and those that it leaves to transformers are not.
@@ -170,7 +170,7 @@ def check(source: Source, request: Request) -> None:
         _check_plan(source, request)
 
 
-def _check_plan(source: Source, request: Request) -> None:
+def _check_plan(source: Source, request: CaptureRequest) -> None:
     config, world = source.config, request.world
     option = f"--ep {world}" if request.ep else f"--tp {world}"
     ep_plan = getattr(config, "base_model_ep_plan", None) or {}

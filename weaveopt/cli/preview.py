@@ -16,7 +16,7 @@ from unittest import mock
 
 from weaveopt.cli.layers import LayerPlan, decoder_layers, every_layer, kinds_of, reduce, shortened
 from weaveopt.cli.model_file import first_line
-from weaveopt.cli.model_source import Request, Source, quiet, ranks_per_key_head
+from weaveopt.cli.model_source import CaptureRequest, Source, quiet, ranks_per_key_head
 from weaveopt.errors import CaptureError, WeaveError
 from weaveopt.integrations.transformers.cache_argument import with_cache
 from weaveopt.wording import counted
@@ -64,7 +64,7 @@ def fake_group(world: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def plan_layers(source: Source, request: Request) -> LayerPlan:
+def plan_layers(source: Source, request: CaptureRequest) -> LayerPlan:
     """Select the layers that `capture` takes: a prefix with every kind, or what `--layers` asks for."""
     total: int = source.config.num_hidden_layers
     if request.layers is not None:
@@ -110,7 +110,7 @@ def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     return found
 
 
-def sharding(source: Source, request: Request) -> str:
+def sharding(source: Source, request: CaptureRequest) -> str:
     """Describe how transformers shards for this request."""
     if request.world == 1:
         return "one rank, nothing sharded"
@@ -120,7 +120,7 @@ def sharding(source: Source, request: Request) -> str:
     return f"{what} over {request.world} ranks{assumed}"
 
 
-def _parallelism(source: Source, config: PreTrainedConfig, request: Request) -> DistributedConfig | None:
+def _parallelism(source: Source, config: PreTrainedConfig, request: CaptureRequest) -> DistributedConfig | None:
     """Build the parallel plan for transformers. `config` is the configuration built from `source`."""
     from transformers.distributed import DistributedConfig
 
@@ -137,7 +137,11 @@ def _parallelism(source: Source, config: PreTrainedConfig, request: Request) -> 
 
 
 def capture(
-    source: Source, request: Request, plan: LayerPlan, backend: Backend, on_step: Callable[[str], None] = lambda _: None
+    source: Source,
+    request: CaptureRequest,
+    plan: LayerPlan,
+    backend: Backend,
+    on_step: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Pass rank 0's graph of one forward pass to `backend`, a TorchDynamo backend.
 
@@ -189,7 +193,7 @@ def capture(
             raise _as_weave_error(error, source) from error
 
 
-def _filled_cache(model: PreTrainedModel, config: PreTrainedConfig, request: Request) -> Cache:
+def _filled_cache(model: PreTrainedModel, config: PreTrainedConfig, request: CaptureRequest) -> Cache:
     """A static cache whose buffers exist: one eager token makes each layer allocate what it really stores."""
     import torch
     from transformers import StaticCache

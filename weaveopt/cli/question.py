@@ -16,7 +16,7 @@ FORMATS = ("table", "json", "trace", *PICTURES)
 
 
 @dataclass(frozen=True)
-class Question:
+class ExplainArguments:
     """The parsed command line. None stands for "not given"."""
 
     model: str | None
@@ -127,9 +127,9 @@ def _layers(text: str) -> int | str:
     return text if text == ALL_LAYERS else int(text)
 
 
-def question(args: argparse.Namespace) -> Question:
+def question(args: argparse.Namespace) -> ExplainArguments:
     """The arguments, typed. Raises `OptionError` for a combination that cannot be meant."""
-    asked = Question(
+    asked = ExplainArguments(
         **{
             **vars(args),
             "disable": tuple(word for text in args.disable for word in text.replace(",", " ").split()),
@@ -147,7 +147,7 @@ def question(args: argparse.Namespace) -> Question:
     return asked
 
 
-def _check_comparison(asked: Question) -> None:
+def _check_comparison(asked: ExplainArguments) -> None:
     apart = ("compare", "format", "output", "model")
     given = [f"--{field.name}" for field in fields(asked) if field.name not in apart and getattr(asked, field.name)]
     if asked.model is not None or given:
@@ -157,7 +157,7 @@ def _check_comparison(asked: Question) -> None:
         raise OptionError(f"--compare prints a table: it cannot go with {_form_words(asked)}")
 
 
-def _check_model(asked: Question) -> None:
+def _check_model(asked: ExplainArguments) -> None:
     if asked.model is None:
         raise OptionError("give a MODEL (a preset, config.json, directory or hub id), or --compare A.json B.json")
     if asked.tokens is not None and asked.phase != "decode" and (asked.batch is not None or asked.seq is not None):
@@ -179,7 +179,7 @@ def _check_model(asked: Question) -> None:
             raise OptionError(f"--{name} {value}: expected at least 1")
 
 
-def _check_picture(asked: Question) -> None:
+def _check_picture(asked: ExplainArguments) -> None:
     if asked.output is None:
         raise OptionError(f"--format {asked.form} writes a file: give --output FILE.{asked.form}")
     suffix = asked.output.suffix.removeprefix(".").lower()
@@ -187,5 +187,5 @@ def _check_picture(asked: Question) -> None:
         raise OptionError(f"--format {asked.form} and --output {asked.output}: which of the two is meant?")
 
 
-def _form_words(asked: Question) -> str:
+def _form_words(asked: ExplainArguments) -> str:
     return f"--format {asked.form}" if asked.format else f"--output {asked.output}"

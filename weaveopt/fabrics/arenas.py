@@ -23,7 +23,7 @@ class Closable(Protocol):
 A = TypeVar("A", bound=Closable)
 
 
-class _Entry(Generic[A]):
+class _GroupArenas(Generic[A]):
     """Arenas of one process group, the one in use last. They are closed when the process group goes away."""
 
     def __init__(self, pg: dist.ProcessGroup) -> None:
@@ -38,7 +38,7 @@ class Arenas(Generic[A]):
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._entries: dict[str, _Entry[A]] = {}
+        self._entries: dict[str, _GroupArenas[A]] = {}
 
     def current(self, group_name: str) -> A | None:
         """The one in use; None where there is none of the process group that has this name now."""
@@ -69,7 +69,7 @@ class Arenas(Generic[A]):
         """
         entry = self._entry(group_name)
         if entry is None:
-            entry = self._entries[group_name] = _Entry(process_group(group_name))
+            entry = self._entries[group_name] = _GroupArenas(process_group(group_name))
         before = entry.arenas[-1] if entry.arenas else None
         entry.arenas.append(arena)
         if before is not None:
@@ -91,7 +91,7 @@ class Arenas(Generic[A]):
         """Iterate over all arenas of all groups."""
         return (arena for entry in self._entries.values() for arena in entry.arenas)
 
-    def _entry(self, group_name: str) -> _Entry[A] | None:
+    def _entry(self, group_name: str) -> _GroupArenas[A] | None:
         """Return the arenas of a process group. Raises `WeaveError` if there is no such group."""
         pg, entry = process_group(group_name), self._entries.get(group_name)
         return entry if entry is not None and entry.process_group() is pg else None

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 from weaveopt.errors import ArenaError
 from weaveopt.fabrics.addresses import own_address
-from weaveopt.fabrics.topology import Exchange
+from weaveopt.fabrics.topology import RecordExchange
 
 _HELLO = struct.Struct("!8sII32s")
 _MAGIC = b"weavetcp"
@@ -47,7 +47,7 @@ _CONNECTING_S = 30.0
 """Time to connect. All ranks have arrived by then: one that cannot be reached in this time is blocked by a firewall."""
 
 
-def connect(channel: Exchange, peers: Iterable[int], timeout_s: float) -> dict[int, socket.socket]:
+def connect(channel: RecordExchange, peers: Iterable[int], timeout_s: float) -> dict[int, socket.socket]:
     """A connection to each of `peers`, by their index in the group of `channel`; everyone of the group calls it.
 
     Who is whose peer is mutual. Raises `AgreementError` where a rank does not come within `timeout_s`, and `ArenaError`

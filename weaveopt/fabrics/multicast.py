@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from weaveopt.errors import MulticastError
 from weaveopt.fabrics import topology as topologies
 from weaveopt.fabrics.layout import Layout
-from weaveopt.fabrics.topology import Exchange, Group
+from weaveopt.fabrics.topology import Group, RecordExchange
 
 TIMEOUT_S = 30.0
 """Longest wait of a kernel of the first calls for its peers."""
@@ -68,7 +68,7 @@ def expect_allowed(group: Group, timeout_s: float) -> None:
         raise MulticastError(f"group {group.name!r}: {against.message} ({_words(against.values)})")
 
 
-def check(arena: Mapped, channel: Exchange, timeout_s: float) -> None:
+def check(arena: Mapped, channel: RecordExchange, timeout_s: float) -> None:
     """Runs all first calls in a new arena. All ranks of its group call it; afterwards none waits for another.
 
     Raises `MulticastError` on all ranks where one of them fails or is wrong on some rank.
@@ -86,7 +86,7 @@ def check(arena: Mapped, channel: Exchange, timeout_s: float) -> None:
         expect(arena.group, channel, _said(step), what, timeout_s)
 
 
-def expect(group: Group, channel: Exchange, why: str, what: str, timeout_s: float) -> None:
+def expect(group: Group, channel: RecordExchange, why: str, what: str, timeout_s: float) -> None:
     """Check that no rank has a reason `why` not. Raises `MulticastError` on all ranks if one has; no plan uses it
     again then."""
     told = channel.gather({"error": why}, what, timeout_s)

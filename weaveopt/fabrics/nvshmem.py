@@ -29,7 +29,7 @@ from weaveopt.fabrics.hosts import Hosts
 from weaveopt.fabrics.lasting import lasting_tensors
 from weaveopt.fabrics.layout import Layout, expect_equal_layouts, with_room
 from weaveopt.fabrics.peer import PeerArena, missing_code, one_line, raise_if_any
-from weaveopt.fabrics.topology import Exchange, Group, Payload, Topology
+from weaveopt.fabrics.topology import Group, Payload, RecordExchange, Topology
 from weaveopt.fabrics.traits import TRAITS
 from weaveopt.fabrics.watchdog import Process
 from weaveopt.records.candidate import Fabric
@@ -51,7 +51,7 @@ _started: tuple[int, ...] = ()
 """The global ranks that started NVSHMEM with this process, in their order there; none: it was not started here."""
 
 
-class _Memory:
+class _AllocatedMemory:
     """Memory of another allocator, as torch asks for it."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
@@ -147,7 +147,7 @@ def _announcement(topology: Topology, device: int, layout: Layout) -> Payload:
     }
 
 
-def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: float) -> NvshmemArena:
+def _make(topology: Topology, layout: Layout, channel: RecordExchange, timeout_s: float) -> NvshmemArena:
     global _started
     group, num_bytes, device = topology.group, total_bytes(layout), -1
     try:  # reported to all: no rank may wait for what another cannot do
@@ -174,7 +174,7 @@ def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: floa
             _started = group.ranks
         made: _nvshmem.NvshmemGroup = module().NvshmemGroup(device, num_bytes, [_host(name) for name in topology.hosts])
         with lasting_tensors():
-            memory = torch.as_tensor(_Memory(made.address, num_bytes), device=torch.device("cuda", device))
+            memory = torch.as_tensor(_AllocatedMemory(made.address, num_bytes), device=torch.device("cuda", device))
         apart = [topology.group.ranks[rank] for rank in hosts.ranks[hosts.own] if not made.is_direct(rank)]
         if apart:
             raise ArenaError(f"the memory of ranks {apart} of the same host is not mapped here")

@@ -31,7 +31,7 @@ from weaveopt.fabrics import topology as topologies
 from weaveopt.fabrics.arenas import Arenas
 from weaveopt.fabrics.lasting import lasting_tensors
 from weaveopt.fabrics.layout import Layout, expect_equal_layouts, with_room
-from weaveopt.fabrics.topology import Exchange, Group, Payload, Topology
+from weaveopt.fabrics.topology import Group, Payload, RecordExchange, Topology
 from weaveopt.fabrics.traits import TRAITS
 from weaveopt.fabrics.watchdog import Process
 from weaveopt.records.candidate import Fabric
@@ -212,7 +212,7 @@ def _obstacle(topology: Topology) -> str:
 
 
 def _make(
-    topology: Topology, layout: Layout, channel: Exchange, timeout_s: float, by_multicast: bool = False
+    topology: Topology, layout: Layout, channel: RecordExchange, timeout_s: float, by_multicast: bool = False
 ) -> PeerArena:
     group = topology.group
     if by_multicast:

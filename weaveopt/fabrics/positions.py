@@ -53,7 +53,7 @@ class _ServerOfSixth(_Server):
     address_family = socket.AF_INET6
 
 
-class _Handler(socketserver.BaseRequestHandler):
+class _PositionHandler(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         self.request.settimeout(_QUESTION_S)
         with contextlib.suppress(OSError):
@@ -74,7 +74,7 @@ def serve(host: str, look: Callable[[], Position]) -> Address | None:
         server = _servers.get(host)
         if server is None:
             try:
-                server = _servers[host] = (_ServerOfSixth if ":" in host else _Server)((host, 0), _Handler)
+                server = _servers[host] = (_ServerOfSixth if ":" in host else _Server)((host, 0), _PositionHandler)
             except OSError:
                 return None
             # Nothing ends the loop but the process, so it need not look whether to end.

@@ -11,7 +11,7 @@ from weaveopt.errors import WeaveError
 from weaveopt.fabrics.traits import TRAITS, arena_fabric, header_bytes
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, MemoryPlan
-from weaveopt.solver.placement import Request, arena_bytes, place
+from weaveopt.solver.placement import PlacementRequest, arena_bytes, place
 from weaveopt.wording import counted
 
 
@@ -80,7 +80,9 @@ def _decode(kind: type[C], text: str) -> C:
 
 def memory_plan(group: str, needs: Sequence[tuple[RowsCall, Sequence[Buffer]]]) -> MemoryPlan:
     """The plan of calls that follow one another in `group`, with the buffers of each, for use without a graph."""
-    requests = [Request(call.site, each, at, at) for at, (call, buffers) in enumerate(needs) for each in buffers]
+    requests = [
+        PlacementRequest(call.site, each, at, at) for at, (call, buffers) in enumerate(needs) for each in buffers
+    ]
     fabric = arena_fabric(call.fabric for call, _ in needs)
     placed = place(requests)
     return MemoryPlan(group, fabric, header_bytes(fabric) + arena_bytes(placed), placed)

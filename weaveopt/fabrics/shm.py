@@ -20,7 +20,7 @@ from weaveopt.fabrics import topology as topologies
 from weaveopt.fabrics.arenas import Arenas
 from weaveopt.fabrics.lasting import lasting_tensors
 from weaveopt.fabrics.layout import Layout, expect_equal_layouts, with_room
-from weaveopt.fabrics.topology import Exchange, Group, Payload, Topology
+from weaveopt.fabrics.topology import Group, Payload, RecordExchange, Topology
 from weaveopt.records.memory import MemoryPlan, PlacedBuffer
 from weaveopt.solver.placement import aligned
 
@@ -120,13 +120,18 @@ def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: f
 
 
 def grown(
-    current: ShmArena | None, group: Group, plan: MemoryPlan, floor_bytes: int, channel: Exchange, timeout_s: float
+    current: ShmArena | None,
+    group: Group,
+    plan: MemoryPlan,
+    floor_bytes: int,
+    channel: RecordExchange,
+    timeout_s: float,
 ) -> ShmArena:
     """`current` where it has room for `plan`, else one in its place: the caller closes `current` then."""
     return with_room(current, Layout.of(plan, floor_bytes), lambda each: _make(group, each, channel, timeout_s))
 
 
-def _make(group: Group, layout: Layout, channel: Exchange, timeout_s: float) -> ShmArena:
+def _make(group: Group, layout: Layout, channel: RecordExchange, timeout_s: float) -> ShmArena:
     num_bytes = _page_aligned(layout.num_bytes)
     own: _native.Segment | None = None
     segments: list[_native.Segment] = []

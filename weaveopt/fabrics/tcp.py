@@ -20,7 +20,7 @@ from weaveopt.fabrics.call_queue import CallQueue
 from weaveopt.fabrics.hosts import Hosts
 from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.shm import ShmArena
-from weaveopt.fabrics.topology import Exchange, Group, Topology
+from weaveopt.fabrics.topology import Group, RecordExchange, Topology
 from weaveopt.records.memory import MemoryPlan, PlacedBuffer
 
 try:
@@ -39,7 +39,7 @@ class TcpArena:
         group: Group,
         hosts: Hosts,
         local: ShmArena,
-        channel: Exchange,
+        channel: RecordExchange,
         wire: _native.Connections,
         wiring: frozenset[str],
     ) -> None:
@@ -123,7 +123,7 @@ def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: f
         return known
     locals_ = hosts.ranks[hosts.own]
     own = Group(f"{name}/host{hosts.own}", tuple(group.ranks[r] for r in locals_), hosts.local_rank(group.rank))
-    local_channel = known.channel if known is not None else Exchange(own)
+    local_channel = known.channel if known is not None else RecordExchange(own)
     error, local = "", None
     current = known.local if known is not None else None
     try:
@@ -151,7 +151,7 @@ def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: f
 
 
 def _connected(
-    hosts: Hosts, channel: Exchange, wiring: frozenset[str], known: TcpArena | None, timeout_s: float
+    hosts: Hosts, channel: RecordExchange, wiring: frozenset[str], known: TcpArena | None, timeout_s: float
 ) -> _native.Connections:
     """Connect to the hosts that exchanges of `wiring` send to; connections of `known` are reused."""
     own = hosts.local_rank(channel.group.rank)

@@ -109,7 +109,7 @@ _ALL_READ_S = 5.0
 """Longest time that rank 0, when it is about to fail, waits for the others to read the exchanged payloads."""
 
 
-class Exchange:
+class RecordExchange:
     """A bounded all-gather of small records among the ranks of a group, through the default store.
 
     No collective runs, so a rank that never comes is an error on all others and not a hang. Every exchange
@@ -192,7 +192,7 @@ class _Known:
 
     process_group: weakref.ReferenceType[dist.ProcessGroup]
     topology: Topology
-    exchange: Exchange | None
+    exchange: RecordExchange | None
     rounds: Rounds | None = None
 
 
@@ -208,8 +208,8 @@ def discover(group_name: str, timeout_s: float) -> Topology:
     return _look_up(group_name, timeout_s).topology
 
 
-def exchange(group_name: str, timeout_s: float) -> Exchange:
-    """The channel among the ranks of a (real) group; see `Exchange`."""
+def exchange(group_name: str, timeout_s: float) -> RecordExchange:
+    """The channel among the ranks of a (real) group; see `RecordExchange`."""
     known = _look_up(group_name, timeout_s)
     if known.exchange is None:
         raise WeaveError(f"group {group_name!r} is fake: it has no peers to exchange anything with")
@@ -261,7 +261,7 @@ def _ask(pg: dist.ProcessGroup, group_name: str, timeout_s: float) -> _Known:
     device = "cuda" if "cuda" in {d.type for d in pg._device_types} and torch.cuda.is_available() else "cpu"
     if dist.get_backend(pg) == "fake":
         return _Known(weakref.ref(pg), Topology(group, ("host0",) * len(ranks), device, fake=True), None)
-    channel = Exchange(group)
+    channel = RecordExchange(group)
     own: dict[str, str | int] = {"host": _host(), "device": device, **(gpus.describe() if device == "cuda" else {})}
     payloads = channel.gather(own, "the topology", timeout_s)
     devices = tuple(str(p["device"]) for p in payloads)

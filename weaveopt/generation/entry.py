@@ -18,14 +18,14 @@ from transformers.generation.utils import (
     GenerateNonBeamOutput,
 )
 
-from weaveopt.generation import handing, ranks
+from weaveopt.generation import cache_copy, ranks
 from weaveopt.generation.compiling import backend_for
 from weaveopt.generation.fallback import in_transformers, needs_synced_gpus, withheld
-from weaveopt.generation.loop import Loop, Outcome
-from weaveopt.generation.request import Request, read
-from weaveopt.generation.session import Chosen, Session
+from weaveopt.generation.loop import DecodeLoop, Outcome
+from weaveopt.generation.request import GenerationRequest, read
+from weaveopt.generation.session import CapturedStep, DecodeSession
 from weaveopt.generation.sessions import session_for
-from weaveopt.generation.step import Form
+from weaveopt.generation.step import ChoosingForm
 from weaveopt.integrations.transformers.cache_argument import with_cache
 from weaveopt.records.candidate import Rejection
 from weaveopt.reporting import registry
@@ -60,14 +60,14 @@ def generate(
     if synced:
         no += (Rejection("synced_gpus", "ranks go on together until the last one has ended (synced_gpus)"),)
     request = read(model, input_ids, list(logits_processor), stopping_criteria, generation_config, model_kwargs)
-    if not isinstance(request, Request):
+    if not isinstance(request, GenerationRequest):
         no += request
     elif not no:
         with _surroundings(model), model._optimize_model_for_decode():
             session = session_for(model, request, backend_for(model, generation_config))
         found = _refused(session, request)
         if found is None:
-            assert isinstance(session, Session)
+            assert isinstance(session, DecodeSession)
             try:
                 with _surroundings(model):
                     return _generate(model, session, request, input_ids, generation_config, streamer, model_kwargs)
@@ -90,11 +90,11 @@ def _surroundings(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-def _refused(session: Session | Rejection, request: Request) -> Rejection | None:
+def _refused(session: DecodeSession | Rejection, request: GenerationRequest) -> Rejection | None:
     """Reason why a session cannot serve the request; if it can, the session is locked."""
     if isinstance(session, Rejection):
         return session
-    if request.cache_is_wanted and (reason := handing.may_be_filled(request.cache, session.cache)) is not None:
+    if request.cache_is_wanted and (reason := cache_copy.may_be_filled(request.cache, session.cache)) is not None:
         return reason
     if not session.lock.acquire(blocking=False):
         return Rejection("busy", "another thread generates with the same model and shapes")
@@ -103,8 +103,8 @@ def _refused(session: Session | Rejection, request: Request) -> Rejection | None
 
 def _generate(
     model: PreTrainedModel,
-    session: Session,
-    request: Request,
+    session: DecodeSession,
+    request: GenerationRequest,
     input_ids: Tensor,
     config: GenerationConfig,
     streamer: BaseStreamer | None,
@@ -114,13 +114,13 @@ def _generate(
     next_positions = positions[:, -1:] + 1 if isinstance(positions, Tensor) else None
     session.begin(input_ids, mask if isinstance(mask, Tensor) else None, next_positions)
     if request.past:
-        handing.take(session.cache, request.cache, request.past)
+        cache_copy.take(session.cache, request.cache, request.past)
     logits = model._prefill(input_ids, config, {**inputs, **with_cache(session.cache)}).logits
     logits = logits[:, -1].to(copy=True, dtype=torch.float32)
     prompt = mask.shape[1] if isinstance(mask, Tensor) else request.past + input_ids.shape[1]
     session.buffers.length.fill_(prompt)
 
-    form = Form(
+    form = ChoosingForm(
         request.sampled, request.processors, request.eos, request.pad, request.keeps_scores, request.keeps_logits
     )
     chosen = session.chosen(form, logits)
@@ -130,7 +130,7 @@ def _generate(
     outcome, scores, raw = _decode(model, session, chosen, request, streamer)
 
     if request.cache_is_wanted:
-        handing.fill(request.cache, session.cache, prompt + outcome.num_tokens - 1)
+        cache_copy.fill(request.cache, session.cache, prompt + outcome.num_tokens - 1)
     _note(model, session, chosen, outcome)
     sequences = session.buffers.history[:, : input_ids.shape[1] + outcome.num_tokens].clone()
     if streamer is not None:
@@ -141,7 +141,11 @@ def _generate(
 
 
 def _decode(
-    model: PreTrainedModel, session: Session, chosen: Chosen, request: Request, streamer: BaseStreamer | None
+    model: PreTrainedModel,
+    session: DecodeSession,
+    chosen: CapturedStep,
+    request: GenerationRequest,
+    streamer: BaseStreamer | None,
 ) -> tuple[Outcome, tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:
     """Runs the loop; with what it did, scores and logits of the tokens that count."""
     scores: list[Tensor] = []
@@ -158,7 +162,7 @@ def _decode(
             streamer.put(tokens.clone())
 
     with model._optimize_model_for_decode():
-        loop = Loop(session.buffers.told, session.places, sink, request.max_new, ranks.are_several())
+        loop = DecodeLoop(session.buffers.told, session.places, sink, request.max_new, ranks.are_several())
         outcome = loop.run(lambda: session.step(chosen), keep)
     count = outcome.num_tokens
     return (
@@ -168,7 +172,7 @@ def _decode(
     )
 
 
-def _note(model: PreTrainedModel, session: Session, chosen: Chosen, outcome: Outcome) -> None:
+def _note(model: PreTrainedModel, session: DecodeSession, chosen: CapturedStep, outcome: Outcome) -> None:
     before = session.report_of(chosen)
     chosen.report = replace(
         before,

@@ -81,7 +81,7 @@ class Outcome:
 
 
 @dataclass
-class Loop:
+class DecodeLoop:
     """Steps of one call. `told` holds the results of each of them: `[batch + 1]` int64."""
 
     told: Tensor

@@ -30,7 +30,7 @@ SHORTEST = 64
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerationRequest:
     """Parameters of a call, as numbers; everything else is in the tensors that it passes."""
 
     batch: int
@@ -60,7 +60,7 @@ def read(
     criteria: StoppingCriteriaList,
     config: GenerationConfig,
     inputs: Mapping[str, object],
-) -> Request | tuple[Rejection, ...]:
+) -> GenerationRequest | tuple[Rejection, ...]:
     """The request, or every reason against it."""
     cache = inputs.get(cache_argument())
     no = [*_model_reasons(model), *_input_reasons(model, input_ids, config, inputs), *_cache_reasons(cache)]
@@ -80,7 +80,7 @@ def read(
     ]
     pad = getattr(config, "_pad_token_tensor", None)
     returned = bool(config.return_dict_in_generate)
-    return Request(
+    return GenerationRequest(
         batch=input_ids.shape[0],
         max_new=max_new,
         slots=rounded(max(prompt + max_new - 1, getattr(config, "max_cache_len", None) or 0)),

@@ -20,7 +20,7 @@ from weaveopt.generation.compiling import Backend
 from weaveopt.generation.loop import Told
 from weaveopt.generation.masks import MaskForm
 from weaveopt.generation.ranks import group_name
-from weaveopt.generation.step import Buffers, Form, Kept, chooser, run_model
+from weaveopt.generation.step import Buffers, ChoosingForm, Kept, chooser, run_model
 from weaveopt.inductor.dynamo import forced_eager
 from weaveopt.records.generation import StepReport
 
@@ -32,10 +32,10 @@ STEPS_BEFORE_CAPTURE = 2
 
 
 @dataclass
-class Chosen:
+class CapturedStep:
     """One form of choosing, and the captured step that ends with it."""
 
-    form: Form
+    form: ChoosingForm
     kept: Kept
     choose: CompiledOrPlain[[Tensor, Buffers, Kept], None]
     report: StepReport
@@ -43,7 +43,7 @@ class Chosen:
     num_uncaptured: int = 0
 
 
-class Session:
+class DecodeSession:
     """Steps of one batch size and cache length. One call uses it at a time, under `lock`.
 
     It does not hold the model, which holds the memory of all its sessions by being the key they are kept under.
@@ -68,7 +68,7 @@ class Session:
         self._group = group_name(model)
         self._config = Config() if backend is None else backend.config()
         self._run_model = self._compiled("the step", run_model, backend, (buffers.length, buffers.positions))
-        self._forms: dict[Hashable, Chosen] = {}
+        self._forms: dict[Hashable, CapturedStep] = {}
 
     def _compiled(
         self, what: str, function: Callable[P, T], backend: Backend | None, changed: tuple[Tensor, ...]
@@ -84,7 +84,7 @@ class Session:
         return self.buffers.ids.device
 
     @property
-    def forms(self) -> tuple[Chosen, ...]:
+    def forms(self) -> tuple[CapturedStep, ...]:
         return tuple(self._forms.values())
 
     def begin(self, input_ids: Tensor, mask: Tensor | None, next_positions: Tensor | None) -> None:
@@ -113,7 +113,7 @@ class Session:
         with forced_eager():
             run_model(model, self.cache, self._masks, self.buffers, self._with_positions)
 
-    def chosen(self, form: Form, logits: Tensor) -> Chosen:
+    def chosen(self, form: ChoosingForm, logits: Tensor) -> CapturedStep:
         """Return the compiled token selection for `form`, with the numbers of this call; `logits` gives shapes."""
         found = self._forms.get(form.key)
         if found is None:
@@ -129,7 +129,7 @@ class Session:
                 not_captured="" if self.device.type == "cuda" else f"there are no graphs on {self.device.type}",
             )
             kept = Kept.make(form, logits)
-            found = Chosen(form, kept, choose, report)
+            found = CapturedStep(form, kept, choose, report)
             self._forms[form.key] = found
         else:
             numbers = [number for each in form.processors for number in each.numbers]
@@ -137,13 +137,13 @@ class Session:
                 place.copy_(number)
         return found
 
-    def choose(self, chosen: Chosen, logits: Tensor) -> None:
+    def choose(self, chosen: CapturedStep, logits: Tensor) -> None:
         if chosen.form.sampled:
             # The draw stays torch's own kernel: a seed gives the samples that `torch.multinomial` would give.
             chosen.kept.noise.exponential_()
         chosen.choose(logits, self.buffers, chosen.kept)
 
-    def step(self, chosen: Chosen) -> bool:
+    def step(self, chosen: CapturedStep) -> bool:
         """Launches one step; true if it was one replay."""
         if chosen.graph is None and self._may_capture(chosen):
             self._capture(chosen)
@@ -154,20 +154,20 @@ class Session:
         chosen.num_uncaptured += 1
         return False
 
-    def _step(self, chosen: Chosen) -> None:
+    def _step(self, chosen: CapturedStep) -> None:
         model = self._model()
         assert model is not None, "the session outlived its model"
         logits = self._run_model(model, self.cache, self._masks, self.buffers, self._with_positions)
         self.choose(chosen, logits)
 
-    def _may_capture(self, chosen: Chosen) -> bool:
+    def _may_capture(self, chosen: CapturedStep) -> bool:
         return (
             self.device.type == "cuda"
             and not chosen.report.not_captured
             and chosen.num_uncaptured >= STEPS_BEFORE_CAPTURE
         )
 
-    def _capture(self, chosen: Chosen) -> None:
+    def _capture(self, chosen: CapturedStep) -> None:
         """Captured steps do not run; what cannot be captured keeps running as it is, and the report says why."""
         graph = torch.cuda.CUDAGraph()
         try:
@@ -183,11 +183,11 @@ class Session:
         chosen.graph = graph
         chosen.report = replace(chosen.report, captured=True)
 
-    def report_of(self, chosen: Chosen) -> StepReport:
+    def report_of(self, chosen: CapturedStep) -> StepReport:
         """Report of `chosen`, with the compile failures known so far."""
         return replace(chosen.report, not_compiled=self._run_model.failure, choosing_not_compiled=chosen.choose.failure)
 
-    def replay_us(self, chosen: Chosen, length: int, num_replays: int) -> float:
+    def replay_us(self, chosen: CapturedStep, length: int, num_replays: int) -> float:
         """Microseconds of a replay back to back, from `length` filled positions on. Ruins what the buffers hold.
 
         For benchmarks. `length + num_replays` must fit the cache.

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from weaveopt.errors import WeaveError
 from weaveopt.generation import layers
 from weaveopt.generation.compiling import Backend
-from weaveopt.generation.request import Request, weights_fingerprint
-from weaveopt.generation.session import Session
+from weaveopt.generation.request import GenerationRequest, weights_fingerprint
+from weaveopt.generation.session import DecodeSession
 from weaveopt.generation.step import Buffers
 from weaveopt.records.candidate import Rejection
 
@@ -23,7 +23,7 @@ MAX_SESSIONS = 4
 
 @dataclass
 class _Kept:
-    sessions: dict[Hashable, Session] = field(default_factory=dict)
+    sessions: dict[Hashable, DecodeSession] = field(default_factory=dict)
     fingerprint: int = 0
     pool: tuple[int, int] | None = None
 
@@ -31,7 +31,9 @@ class _Kept:
 _of_model: weakref.WeakKeyDictionary[PreTrainedModel, _Kept] = weakref.WeakKeyDictionary()
 
 
-def session_for(model: PreTrainedModel, request: Request, backend: Backend | None) -> Session | Rejection:
+def session_for(
+    model: PreTrainedModel, request: GenerationRequest, backend: Backend | None
+) -> DecodeSession | Rejection:
     """The session of this shape; a new one allocates its cache."""
     kept = _of_model.setdefault(model, _Kept())
     fingerprint = weights_fingerprint(model)
@@ -52,7 +54,7 @@ def session_for(model: PreTrainedModel, request: Request, backend: Backend | Non
     return session
 
 
-def sessions_of(model: PreTrainedModel) -> tuple[Session, ...]:
+def sessions_of(model: PreTrainedModel) -> tuple[DecodeSession, ...]:
     """Return a model's cached sessions, the most recently used last."""
     kept = _of_model.get(model)
     return tuple(kept.sessions.values()) if kept else ()
@@ -63,7 +65,9 @@ def forget(model: PreTrainedModel) -> None:
     _of_model.pop(model, None)
 
 
-def _make(model: PreTrainedModel, request: Request, backend: Backend | None, kept: _Kept) -> Session | Rejection:
+def _make(
+    model: PreTrainedModel, request: GenerationRequest, backend: Backend | None, kept: _Kept
+) -> DecodeSession | Rejection:
     device = model.device
     if device.type == "cuda" and kept.pool is None:
         kept.pool = torch.cuda.graph_pool_handle()
@@ -73,7 +77,7 @@ def _make(model: PreTrainedModel, request: Request, backend: Backend | None, kep
         return cache
     if backend is not None and request.batch == 1 and device.type == "cuda" and not _routes(model):
         backend = backend.for_one_row()
-    session = Session(model, cache, buffers, backend, request.positions, kept.pool)
+    session = DecodeSession(model, cache, buffers, backend, request.positions, kept.pool)
     try:
         session.allocate(model)
     except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
@@ -95,7 +99,7 @@ def _routes(model: PreTrainedModel) -> bool:
     return any(getattr(config, name, None) for name in EXPERTS)
 
 
-def _key(model: PreTrainedModel, request: Request, backend: Backend | None) -> Hashable:
+def _key(model: PreTrainedModel, request: GenerationRequest, backend: Backend | None) -> Hashable:
     """Key of everything that a captured step has baked in."""
     kind = model.device.type
     autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))

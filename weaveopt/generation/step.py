@@ -53,7 +53,7 @@ class Buffers:
 
 
 @dataclass
-class Form:
+class ChoosingForm:
     """How a token is chosen. Steps of one form are the same functions; `numbers` differ from call to call."""
 
     sampled: bool
@@ -86,7 +86,7 @@ class Kept:
     numbers: list[Tensor] = field(default_factory=list)
 
     @staticmethod
-    def make(form: Form, logits: Tensor) -> Kept:
+    def make(form: ChoosingForm, logits: Tensor) -> Kept:
         def room(wanted: bool) -> Tensor:
             return torch.empty_like(logits) if wanted else logits.new_empty(0)
 
@@ -121,7 +121,7 @@ def argmax(scores: Tensor) -> Tensor:
     return (part * parts.shape[-1] + parts.argmax(dim=-1).gather(1, part)).squeeze(1)
 
 
-def chooser(form: Form) -> Callable[[Tensor, Buffers, Kept], None]:
+def chooser(form: ChoosingForm) -> Callable[[Tensor, Buffers, Kept], None]:
     """Build the function that selects the next token from `logits` `[batch, vocabulary]` float32 and stores it in the
     buffers:
 

@@ -39,7 +39,7 @@ _STANCES = {
 
 
 @dataclass(frozen=True)
-class Frame:
+class CompiledFrame:
     """A function as Dynamo compiles it. A torch._dynamo.reset() drops what was made of it."""
 
     code: weakref.ref[CodeType]
@@ -67,12 +67,14 @@ class Frame:
         return own is code or own.co_name.startswith(f"torch_dynamo_resume_in_{code.co_name}_at_")
 
 
-def current_frame() -> Frame | None:
+def current_frame() -> CompiledFrame | None:
     """The function that this thread's Dynamo compiles now; None outside of a compile of it."""
     translator, compile_id = _translator(), CompileContext.current_compile_id()
     if translator is None or compile_id is None:
         return None
-    return Frame(weakref.ref(translator.f_code), str(compile_id), weakref.ref(translator), time.time_ns() // 1000)
+    return CompiledFrame(
+        weakref.ref(translator.f_code), str(compile_id), weakref.ref(translator), time.time_ns() // 1000
+    )
 
 
 def current_modules() -> tuple[tuple[torch.nn.Module, ...], tuple[torch.nn.Module, ...]]:
@@ -92,7 +94,7 @@ def _translator() -> symbolic_convert.InstructionTranslator | None:
     return getattr(symbolic_convert.tls, "current_tx", None)
 
 
-def is_kept(frame: Frame) -> bool:
+def is_kept(frame: CompiledFrame) -> bool:
     """True if Dynamo still has what it compiled of the frame then: no reset, and no guarded object that was freed."""
     code = frame.code()
     if code is None:
@@ -104,7 +106,7 @@ def is_kept(frame: Frame) -> bool:
     return any(str(getattr(entry, "compile_id", frame.compile_id)) == frame.compile_id for entry in entries)
 
 
-def limits_reached(frames: Iterable[Frame]) -> Iterator[Uncompiled]:
+def limits_reached(frames: Iterable[CompiledFrame]) -> Iterator[Uncompiled]:
     """The functions of these frames that Dynamo compiles no more, each once, and why."""
     found = {frame.number: frame for frame in frames}
     for metrics in get_compilation_metrics():

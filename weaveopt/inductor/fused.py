@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weaveopt.inductor.loops import Step
+from weaveopt.inductor.loops import LoweredStep
 
 # Inductor's own limits (torch 2.13).
 _MAX_STEPS = 64
@@ -32,7 +32,7 @@ class LoopKernel:
     """Steps that make what it reads."""
 
 
-def fuse(steps: Sequence[Step], device: str) -> list[LoopKernel]:
+def fuse(steps: Sequence[LoweredStep], device: str) -> list[LoopKernel]:
     """Kernels in the order of their last steps."""
     # Code for CPUs keeps the loops as they were lowered; Triton tiles the elements anew.
     keeps_loops = device == "cpu"
@@ -59,8 +59,8 @@ def fuse(steps: Sequence[Step], device: str) -> list[LoopKernel]:
 
 
 def _partners(
-    step: Step,
-    steps: Sequence[Step],
+    step: LoweredStep,
+    steps: Sequence[LoweredStep],
     kernel_of: Sequence[LoopKernel],
     writers: Mapping[int, Sequence[int]],
     readers: Mapping[tuple[int, object], Sequence[int]],
@@ -140,7 +140,7 @@ def _joined(into: LoopKernel, kernel: LoopKernel, kernel_of: list[LoopKernel]) -
 
 def traffic_of(
     kernel: LoopKernel,
-    steps: Sequence[Step],
+    steps: Sequence[LoweredStep],
     readers: Mapping[int, Sequence[int]],
     escaping: set[int],
     sizes: Mapping[int, int],

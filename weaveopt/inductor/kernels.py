@@ -17,12 +17,12 @@ from weaveopt.fabrics.topology import Topology
 from weaveopt.graph.facts import module_of
 from weaveopt.inductor.calls import COLLECTIVE, MEMORY, Call, CollectiveCall, call_of, kind_of
 from weaveopt.inductor.fused import fuse, traffic_of
-from weaveopt.inductor.lowered import Lowering
+from weaveopt.inductor.lowered import GraphLowering
 from weaveopt.records.candidate import Estimate, Term
 
 
 @dataclass(frozen=True)
-class Traffic:
+class MemoryTraffic:
     """A kernel of point-wise operations and reductions: what it reads and writes."""
 
     scaling_bytes: int
@@ -36,7 +36,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class GraphKernel:
     """One kernel, wherever in the graph it runs."""
 
     node: fx.Node
@@ -45,7 +45,7 @@ class Kernel:
     """`gemm`, `attention`, `memory` or `collective`."""
     name: str
     """Name of its term in an estimate: the kernel's kind, or the collective's name."""
-    work: Call | Traffic
+    work: Call | MemoryTraffic
 
     @property
     def module(self) -> str:
@@ -53,7 +53,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class KernelContext:
     """Context that a kernel's price depends on in addition to the kernel."""
 
     machine: Machine
@@ -61,16 +61,16 @@ class Surroundings:
     """How many times slower a rank runs because ranks share processors (CPU ranks beyond the cores)."""
 
     @staticmethod
-    def of(machine: Machine, topologies: Iterable[Topology]) -> Surroundings:
-        return Surroundings(
+    def of(machine: Machine, topologies: Iterable[Topology]) -> KernelContext:
+        return KernelContext(
             machine, max((machine.oversubscription(each.world, each.num_hosts) for each in topologies), default=1.0)
         )
 
-    def us(self, kernel: Kernel, ratio: float = 1.0) -> float:
+    def us(self, kernel: GraphKernel, ratio: float = 1.0) -> float:
         """Microseconds of a kernel with `ratio` times the tokens of the captured graph."""
         return self.us_of(kernel.kind, kernel.work, ratio)
 
-    def us_of(self, kind: str, work: Call | Traffic, ratio: float = 1.0) -> float:
+    def us_of(self, kind: str, work: Call | MemoryTraffic, ratio: float = 1.0) -> float:
         """The same of what a kernel does, in whatever graph; the host's part included."""
         us = work.us(self.machine, ratio)
         if us <= 0.0:
@@ -78,12 +78,12 @@ class Surroundings:
         shared = 1.0 if kind == COLLECTIVE else self.oversubscription
         return us * shared + cost_model.host_us(self.machine) * self.oversubscription
 
-    def estimate(self, kernels: Sequence[Kernel], ratio: float = 1.0) -> Estimate:
+    def estimate(self, kernels: Sequence[GraphKernel], ratio: float = 1.0) -> Estimate:
         """The kernels one after the other: a term for each name, in the order of the graph."""
         terms = (Term(self.name_of(kernel, ratio), self.us(kernel, ratio)) for kernel in kernels)
         return Estimate(()).plus(Estimate(tuple(terms)))
 
-    def name_of(self, kernel: Kernel, ratio: float = 1.0) -> str:
+    def name_of(self, kernel: GraphKernel, ratio: float = 1.0) -> str:
         """The kernel's name; of a collective between hosts with the algorithm that is priced: `all_reduce tree`."""
         algorithm = kernel.work.algorithm(self.machine, ratio) if isinstance(kernel.work, CollectiveCall) else ""
         return f"{kernel.name} {algorithm}".rstrip()
@@ -91,14 +91,14 @@ class Surroundings:
 
 def outside(
     graph: fx.Graph, sites: Sequence[frozenset[fx.Node]], device: str, topologies: Mapping[str, Topology]
-) -> tuple[Kernel, ...]:
+) -> tuple[GraphKernel, ...]:
     """Every kernel that `graph`, not rewritten yet, runs outside these sets of nodes, in the order of the graph."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     site_of: dict[fx.Node, int] = {}
     for number, nodes in enumerate(sites):
         for node in nodes:
             site_of.setdefault(node, number)
-    lowering = Lowering(device)
+    lowering = GraphLowering(device)
     entered: set[int] = set()
     for node in graph.nodes:
         index = site_of.get(node)
@@ -118,12 +118,12 @@ def within(
     device: str,
     topologies: Mapping[str, Topology],
     tokens: int,
-) -> tuple[Kernel, ...]:
+) -> tuple[GraphKernel, ...]:
     """The kernels of these nodes by themselves: what they read is in memory, and what others read of them goes there.
 
     `tokens` is the count in the captured graph: values of so many rows grow with it.
     """
-    lowering = Lowering(device)
+    lowering = GraphLowering(device)
     for node in sorted(_inputs(nodes), key=order.__getitem__):
         lowering.hold(node)
     ordered = sorted(nodes, key=order.__getitem__)
@@ -140,7 +140,7 @@ def _inputs(nodes: frozenset[fx.Node]) -> list[fx.Node]:
     return list({each: None for node in nodes for each in node.all_input_nodes if each not in nodes})
 
 
-def _enter(lowering: Lowering, nodes: frozenset[fx.Node], order: Mapping[fx.Node, int]) -> None:
+def _enter(lowering: GraphLowering, nodes: frozenset[fx.Node], order: Mapping[fx.Node, int]) -> None:
     """A site as one opaque call; library kernels in it were lowered where they stand."""
     opaque = frozenset(node for node in nodes if kind_of(node.target) in (None, COLLECTIVE))
     ordered = sorted(opaque, key=order.__getitem__)
@@ -149,25 +149,25 @@ def _enter(lowering: Lowering, nodes: frozenset[fx.Node], order: Mapping[fx.Node
 
 
 def _kernels(
-    lowering: Lowering,
+    lowering: GraphLowering,
     order: Mapping[fx.Node, int],
     topologies: Mapping[str, Topology],
     covered: Collection[fx.Node],
     tokens: int,
-) -> tuple[Kernel, ...]:
+) -> tuple[GraphKernel, ...]:
     steps = lowering.steps
     readers: dict[int, list[int]] = {}
     for index, step in enumerate(steps):
         for value, _ in step.reads:
             readers.setdefault(value, []).append(index)
-    found: list[Kernel] = []
+    found: list[GraphKernel] = []
     scaling = lowering.scaling(tokens) if tokens else frozenset()
     for loops in fuse(steps, lowering.device):
         node = max((steps[index].node for index in loops.steps), key=order.__getitem__)
         if not loops.call:
             moved, fixed = traffic_of(loops, steps, readers, lowering.escaping, lowering.sizes, scaling)
-            found.append(Kernel(node, MEMORY, MEMORY, Traffic(moved, fixed, loops.reduced)))
+            found.append(GraphKernel(node, MEMORY, MEMORY, MemoryTraffic(moved, fixed, loops.reduced)))
         elif node not in covered and (kind := kind_of(node.target)) is not None:
             call = call_of(node, topologies, tokens)
-            found.append(Kernel(node, kind, call.name if kind == COLLECTIVE else kind, call))
+            found.append(GraphKernel(node, kind, call.name if kind == COLLECTIVE else kind, call))
     return tuple(sorted(found, key=lambda kernel: order[kernel.node]))

@@ -64,7 +64,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Step:
+class LoweredStep:
     """One loop nest (`call` None) or one call of a library's kernel, in the order of lowering."""
 
     node: fx.Node

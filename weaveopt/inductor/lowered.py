@@ -34,8 +34,8 @@ from weaveopt.inductor.loops import (
     REDUCTIONS,
     SCATTERS,
     UNROLLED,
+    LoweredStep,
     Reads,
-    Step,
     Value,
     View,
     dies_in,
@@ -45,11 +45,11 @@ from weaveopt.inductor.loops import (
 )
 
 
-class Lowering:
+class GraphLowering:
     """Walks a graph's nodes in order and collects `steps`. `device` is the machine's, whatever the fake tensors' is."""
 
     def __init__(self, device: str) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[LoweredStep] = []
         self.escaping: set[int] = set()
         """Stored values that outlive the graph."""
         self.sizes: dict[int, int] = {}
@@ -111,7 +111,7 @@ class Lowering:
             reads[(self._store(view.value), view.layout)] = view.num_bytes
         self.hold(node)
         made = (self._views[node].value.number,) if node in self._views else ()
-        self.steps.append(Step(node, reads, made, 0, 0, 1, call=True))
+        self.steps.append(LoweredStep(node, reads, made, 0, 0, 1, call=True))
 
     def site(self, node: fx.Node, inputs: Iterable[fx.Node], outputs: Iterable[fx.Node]) -> None:
         """A site as one call: what it reads is stored (but for weights' vectors, which its kernel computes again)."""
@@ -125,7 +125,7 @@ class Lowering:
             self.hold(each)
             if each in self._views:
                 made.append(self._views[each].value.number)
-        self.steps.append(Step(node, reads, tuple(made), 0, 0, 1, call=True))
+        self.steps.append(LoweredStep(node, reads, tuple(made), 0, 0, 1, call=True))
 
     def _new(self, node: fx.Node, stored: bool) -> Value:
         self._num_values += 1
@@ -277,7 +277,9 @@ class Lowering:
         )
         rows = (loops.elements,) if in_order else _loops_over(loops.node)
         self.steps.append(
-            Step(loops.node, loops.reads, (into,), num_bytes, loops.elements, loops.reduced, False, scattered, rows)
+            LoweredStep(
+                loops.node, loops.reads, (into,), num_bytes, loops.elements, loops.reduced, False, scattered, rows
+            )
         )
 
 

@@ -23,7 +23,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from weaveopt.config import Config
 from weaveopt.errors import OptionError
-from weaveopt.inductor.one_row import store_rows
+from weaveopt.inductor.one_row_gemm import store_rows
 from weaveopt.inductor.order import keeping
 from weaveopt.records.order import ANY_ORDER, Order
 from weaveopt.rule import ReuseHook, ReusePredicate

@@ -20,7 +20,7 @@ from weaveopt.cost_model.machine import (
     CopyEngine,
     Curve,
     FabricCosts,
-    Launch,
+    LaunchCosts,
     Link,
     Machine,
     Origin,
@@ -35,7 +35,7 @@ SAME_MEMORY = 0.05
 """Largest relative difference in memory for equal hardware: drivers reserve less than this; H100 and H200 have as
 many SMs but differ by more."""
 R = TypeVar("R")
-B = TypeVar("B", AttentionCosts, CompiledCosts, Contention, CopyEngine, Launch, Wiring)
+B = TypeVar("B", AttentionCosts, CompiledCosts, Contention, CopyEngine, LaunchCosts, Wiring)
 
 
 @dataclass(frozen=True)

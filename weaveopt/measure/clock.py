@@ -81,7 +81,7 @@ class Meeting(Protocol):
 
 
 @dataclass(frozen=True)
-class Collectives:
+class CollectiveRendezvous:
     """A meeting through collectives of a process group, for ranks that do nothing else; None: all ranks."""
 
     group: dist.ProcessGroup | None = None
@@ -150,7 +150,7 @@ class CpuClock:
     def together(
         self, launch: Launch, expected_us: float, group: dist.ProcessGroup | None = None, hot: bool = False
     ) -> Sample:
-        [sample] = self.in_turns([launch], [expected_us], Collectives(group), hot)
+        [sample] = self.in_turns([launch], [expected_us], CollectiveRendezvous(group), hot)
         return sample
 
     def in_turns(
@@ -281,7 +281,7 @@ class CudaClock:
     def together(
         self, launch: Launch, expected_us: float, group: dist.ProcessGroup | None = None, hot: bool = False
     ) -> Sample:
-        [sample] = self.in_turns([launch], [expected_us], Collectives(group), hot)
+        [sample] = self.in_turns([launch], [expected_us], CollectiveRendezvous(group), hot)
         return sample
 
     def in_turns(

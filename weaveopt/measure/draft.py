@@ -22,7 +22,7 @@ from weaveopt.cost_model.machine import (
     FabricCosts,
     GemmCosts,
     KernelCurve,
-    Launch,
+    LaunchCosts,
     Link,
     Machine,
     MemoryCosts,
@@ -72,7 +72,7 @@ class Draft:
         self.attention: AttentionCosts | None = None
         self.contention: Contention | None = None
         self.copy_engine: CopyEngine | None = None
-        self.launch: Launch | None = None
+        self.launch: LaunchCosts | None = None
         self.compiled: CompiledCosts | None = None
         self._curves: dict[Fabric, list[Curve]] = {}
         self._origins: dict[str, Origin] = {}

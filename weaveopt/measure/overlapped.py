@@ -14,7 +14,7 @@ from weaveopt.measure.clock import Launch, Sample
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.fit import never_falling
 from weaveopt.measure.ranks import Ranks
-from weaveopt.measure.session import Rows, Session
+from weaveopt.measure.session import CalibrationSession, Rows
 from weaveopt.records.candidate import Fabric
 
 DTYPE = torch.bfloat16
@@ -57,14 +57,14 @@ class Case(Generic[C]):
 
 
 @dataclass(frozen=True)
-class Sizes:
+class MeasuredSizes:
     """Token counts and depths at which a cut is measured."""
 
     most_tokens: int = TOKENS[-1]
     most_depth: int = DEPTHS[-1]
 
 
-def cases_of(cuts: Mapping[C, Sizes], quick: bool) -> Iterator[Case[C]]:
+def cases_of(cuts: Mapping[C, MeasuredSizes], quick: bool) -> Iterator[Case[C]]:
     """Every size of every cut; `quick`: a few sizes of the first one."""
     rows, tokens, depths = (ROWS[1:2], TOKENS[1::3], DEPTHS[::3]) if quick else (ROWS, TOKENS, DEPTHS)
     for cut, sizes in islice(cuts.items(), 1 if quick else None):
@@ -75,7 +75,7 @@ def cases_of(cuts: Mapping[C, Sizes], quick: bool) -> Iterator[Case[C]]:
 
 
 def measured_times(
-    session: Session, ranks: Ranks, cases: Sequence[Case[C]], what: str,
+    session: CalibrationSession, ranks: Ranks, cases: Sequence[Case[C]], what: str,
     launch: Callable[[Case[C], Ranks], Launch], link_bytes_per_us: float,
 ) -> Times[C]:  # fmt: skip
     """A curve for each row length, cut and depth. `link_bytes_per_us`: about what the link does.

@@ -18,7 +18,7 @@ Rows = list[tuple[int, Sample]]
 """(size, time) of a curve, sizes ascending."""
 
 
-class Session:
+class CalibrationSession:
     """One run of `calibrate` on one rank. `quick`: a coarse look for tests."""
 
     def __init__(self, device: torch.device, tell: Tell, quick: bool = False) -> None:

@@ -17,12 +17,12 @@ from weaveopt.measure.cases.launch import Launches, launches
 from weaveopt.measure.clock import barrier
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.ranks import subgroup
-from weaveopt.measure.session import Session
+from weaveopt.measure.session import CalibrationSession
 
 NUM_ATTEMPTS = 3
 
 
-def measure(session: Session, name: str, before: Machine | None, only: Sequence[str] = ()) -> Machine:
+def measure(session: CalibrationSession, name: str, before: Machine | None, only: Sequence[str] = ()) -> Machine:
     """The profile `name` of this machine, the same on every rank.
 
     The link to another host, which one host cannot measure, is kept from `before`, or assumed; so is the link between
@@ -65,7 +65,7 @@ def _needs_peers(family: Family) -> bool:
     return type(family).measure_alone is Family.measure_alone
 
 
-def measure_between_hosts(session: Session, topology: Topology, name: str, base: Machine) -> Machine:
+def measure_between_hosts(session: CalibrationSession, topology: Topology, name: str, base: Machine) -> Machine:
     """`base`, a profile of one such host, with the link between hosts as it is, and what exchanges take of busy hosts;
     the same on every rank. Between GPUs: what the kernel between hosts takes, and the library.
 
@@ -91,7 +91,7 @@ def measure_between_hosts(session: Session, topology: Topology, name: str, base:
     raise AssertionError("unreachable")
 
 
-def _measure_gpu_hosts(session: Session, topology: Topology, name: str, base: Machine) -> Machine:
+def _measure_gpu_hosts(session: CalibrationSession, topology: Topology, name: str, base: Machine) -> Machine:
     by_host = host_ranks(topology)
     found = GpuHosts(len(by_host), len(by_host[0]), topology.num_machines)
     with torch.no_grad():

@@ -271,7 +271,7 @@ def release(group: str) -> None:
 
 
 @dataclass
-class _Memory:
+class _Comparisons:
     """Results of earlier comparisons between ranks, for the graphs of one frame."""
 
     rewritten: weakref.WeakSet[dist.ProcessGroup] = field(default_factory=weakref.WeakSet)
@@ -296,15 +296,15 @@ class _Memory:
         self.plans[key] = (dict(left), tuple(weakref.ref(topology.process_group(group)) for group in groups))
 
 
-_memories: dict[int, _Memory] = {}
+_memories: dict[int, _Comparisons] = {}
 _last_compile: tuple[int, int] | None = None
 
 
-def _memory_of(compile_: recompiles.Compile) -> _Memory:
+def _memory_of(compile_: recompiles.Compile) -> _Comparisons:
     """The memory of the frame that is compiled; a new one where Dynamo compiles it for the first time."""
     global _last_compile
     this = (compile_.frame, compile_.attempt)
     if compile_.frame < 0 or (compile_.attempt == 0 and this != _last_compile):
         _memories.pop(compile_.frame, None)
     _last_compile = this
-    return _Memory() if compile_.frame < 0 else _memories.setdefault(compile_.frame, _Memory())
+    return _Comparisons() if compile_.frame < 0 else _memories.setdefault(compile_.frame, _Comparisons())

@@ -18,11 +18,11 @@ from weaveopt.inductor.seams import GraphPass
 from weaveopt.pipeline.agree import EMPTY, Agreed
 from weaveopt.pipeline.bind import compiling, shared_reason, unrewritten
 from weaveopt.pipeline.choose import ChosenGraph
-from weaveopt.pipeline.context import Known, Surroundings
+from weaveopt.pipeline.context import GraphContext, Known
 from weaveopt.pipeline.decide import DecidedGraph
 from weaveopt.pipeline.plan import Planned
 from weaveopt.pipeline.price import PricedGraph
-from weaveopt.pipeline.problem import Frame
+from weaveopt.pipeline.problem import ProblemTemplate
 from weaveopt.pipeline.rewrite import NOTHING_REWRITTEN, Rewritten
 from weaveopt.pipeline.specialize import guard
 from weaveopt.records.candidate import Rejection
@@ -36,7 +36,7 @@ graph_numbers = count()
 ORDER_LOST = Rejection(CODE, "the graph runs as it was: its communication was written in another order than was asked")
 
 
-class Timed(Protocol):
+class TimedGraph(Protocol):
     """A priced graph with measured times."""
 
     @property
@@ -54,7 +54,7 @@ class VariantState:
 
     captured: CapturedGraph
     sites: tuple[FoundSite, ...] = ()
-    frame: Frame | None = None
+    frame: ProblemTemplate | None = None
     regime: Regime | None = None
     tokens: Mapping[int, TokenCounts] = field(default_factory=dict)
     """Token counts within the regime, by site."""
@@ -78,12 +78,12 @@ class Compilation:
     graph_pass: GraphPass
     known: Known | None = None
     """Set by `preview` alone."""
-    time: Callable[[PricedGraph, Context], Timed] | None = None
+    time: Callable[[PricedGraph, Context], TimedGraph] | None = None
     """Times candidates on the ranks, with the option `verify`."""
     asks_sensitivity: bool = False
     name: str = field(default_factory=lambda: f"graph{next(graph_numbers)}")
     captured: CapturedGraph | None = None
-    found: Surroundings | None = None
+    found: GraphContext | None = None
     variants: tuple[VariantState, ...] = ()
     """The captured graph first."""
     chosen: ChosenGraph | None = None

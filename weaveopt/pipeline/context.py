@@ -25,7 +25,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class GraphContext:
     """Context that a graph will run in."""
 
     context: Context
@@ -33,18 +33,18 @@ class Surroundings:
     """GPUs without a profile, whose place the context's machine takes."""
 
 
-def context(captured: CapturedGraph, config: Config, known: Known | None = None) -> Surroundings:
+def context(captured: CapturedGraph, config: Config, known: Known | None = None) -> GraphContext:
     """Facts that every later step may read. Ranks of new groups are asked once, unless all is `known`.
 
     Raises `AgreementError` if one does not come.
     """
     if known is not None:
         groups = dict.fromkeys(groups_of(captured), known.topology)
-        return Surroundings(Context(config, _routed(known.machine, config), groups))
+        return GraphContext(Context(config, _routed(known.machine, config), groups))
     topologies = _topologies(captured, config)
     choice = machine_for(config, topologies, captured)
     machine = _routed(choice.machine, config)
-    return Surroundings(Context(config, machine, topologies, _not_measured(choice)), choice.stands_in_for)
+    return GraphContext(Context(config, machine, topologies, _not_measured(choice)), choice.stands_in_for)
 
 
 def groups_of(captured: CapturedGraph) -> tuple[str, ...]:

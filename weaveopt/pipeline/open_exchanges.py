@@ -16,7 +16,7 @@ import torch.fx as fx
 from weaveopt.graph.facts import collectives_in
 from weaveopt.graph.pattern import tensor_of
 from weaveopt.rule import FoundSite, PricedSite
-from weaveopt.solver.selection import EXCLUDED, Interaction
+from weaveopt.solver.selection import EXCLUDED, JointCost
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def open_exchanges(graph: fx.Graph, sites: Sequence[FoundSite]) -> tuple[OpenExc
     return tuple(exchanges)
 
 
-def waits_excluded(found: Sequence[OpenExchange], sites: Sequence[PricedSite]) -> tuple[Interaction, ...]:
+def waits_excluded(found: Sequence[OpenExchange], sites: Sequence[PricedSite]) -> tuple[JointCost, ...]:
     """Choices that would wait for peers in line while an exchange is in flight.
 
     An exchange is in flight where its site is left to the library, and where a lowering begins and ends it.
@@ -83,7 +83,7 @@ def waits_excluded(found: Sequence[OpenExchange], sites: Sequence[PricedSite]) -
                 ]
                 terms = dict.fromkeys(product(in_flight, in_line), EXCLUDED)
             key = (other,) if exchange.site is None else (exchange.site, other)
-            exclusions.append(Interaction(key, terms))
+            exclusions.append(JointCost(key, terms))
     return tuple(exclusions)
 
 

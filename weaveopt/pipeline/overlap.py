@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from weaveopt.pipeline.price import PricedGraph
 from weaveopt.pipeline.problem import Choices, Problem
-from weaveopt.solver.selection import EXCLUDED, Interaction
+from weaveopt.solver.selection import EXCLUDED, JointCost
 
 _ROUNDS = 2
 """Passes over all kinds; the second finds what the first one's changes made worth it."""
@@ -48,7 +48,7 @@ def _without_waits(problem: Problem) -> Problem:
     for each in problem.waits:
         other = each.sites[-1]
         choices: dict[tuple[int, ...], float] = {(key[-1],): EXCLUDED for key in each.terms}
-        barred.append(Interaction((other,), choices))
+        barred.append(JointCost((other,), choices))
     return replace(problem, waits=(*problem.waits, *barred), steps=())
 
 

@@ -12,7 +12,7 @@ from weaveopt.pipeline.decide import DecidedGraph
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Channel, Lifetime, MemoryPlan
 from weaveopt.rule import BufferRequest, CapturedGraph, Context, Memory, OwnsMemory, Placement, RuleSet
-from weaveopt.solver.placement import Request, arena_bytes, place
+from weaveopt.solver.placement import PlacementRequest, arena_bytes, place
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ class Need:
 
 
 def _plan_group(group: str, rows: Sequence[Need], order: Mapping[fx.Node, int]) -> MemoryPlan:
-    requests: list[Request] = []
+    requests: list[PlacementRequest] = []
     for index, need in enumerate(rows):
         for asked in need.memory.buffers:
             first, last = _in_use(index, asked, rows, order) if need.nodes else (0, len(rows) - 1)
-            requests.append(Request(need.owner, asked.buffer, first, last))
+            requests.append(PlacementRequest(need.owner, asked.buffer, first, last))
     fabric = arena_fabric({need.fabric for need in rows})
     buffers = place(requests)
     names = dict.fromkeys(need.memory.channel for need in rows)

@@ -15,11 +15,11 @@ import torch.fx as fx
 
 from weaveopt.cost_model import library_ctas, measured_contention, schedule
 from weaveopt.inductor.calls import COLLECTIVE
-from weaveopt.inductor.kernels import Kernel, Surroundings, outside
-from weaveopt.pipeline.problem import Frame, Problem
+from weaveopt.inductor.kernels import GraphKernel, KernelContext, outside
+from weaveopt.pipeline.problem import Problem, ProblemTemplate
 from weaveopt.pipeline.timeline import Placed, Timeline, timeline
 from weaveopt.records.candidate import Estimate
-from weaveopt.records.report import Decision, Work, WorkFailure
+from weaveopt.records.report import Decision, OutsideWork, WorkFailure
 from weaveopt.records.task import Stream, Task
 from weaveopt.rule import CapturedGraph, Context
 
@@ -29,16 +29,16 @@ class PricedGraph:
     """A graph, its sites with their candidates, and the kernels outside of them."""
 
     captured: CapturedGraph
-    frame: Frame
+    frame: ProblemTemplate
     problem: Problem
-    kernels: tuple[Kernel, ...] | WorkFailure
+    kernels: tuple[GraphKernel, ...] | WorkFailure
     """Outside the sites. The decision rests on the sites alone: no graph stays unrewritten for want of the others."""
-    surroundings: Surroundings
+    surroundings: KernelContext
     ratio: float = 1.0
     """Tokens of the calls that are priced, relative to those of the captured graph."""
 
     @cached_property
-    def work(self) -> tuple[Work, ...] | WorkFailure:
+    def work(self) -> tuple[OutsideWork, ...] | WorkFailure:
         """The kernels outside the sites, for the report."""
         if isinstance(self.kernels, WorkFailure):
             return self.kernels
@@ -57,7 +57,7 @@ class PricedGraph:
             us = self.surroundings.us(kernel)
             if us > 0.0:
                 after = sum(position < order[kernel.node] for position in positions)
-                rows.append(Work(kernel.module, kernel.kind, us, after))
+                rows.append(OutsideWork(kernel.module, kernel.kind, us, after))
         return tuple(rows)
 
     @cached_property
@@ -77,7 +77,7 @@ class PricedGraph:
         }
         return self.timeline(rewritten)
 
-    def library_kernels(self, rewritten: Sequence[bool]) -> tuple[Kernel, ...]:
+    def library_kernels(self, rewritten: Sequence[bool]) -> tuple[GraphKernel, ...]:
         """Kernels that run unmodified where these sites are rewritten and the others left."""
         outside = () if isinstance(self.kernels, WorkFailure) else self.kernels
         left = [index for index, each in enumerate(rewritten) if not each]
@@ -118,7 +118,7 @@ class PricedGraph:
             return self._by_name[collectives[0]]
         return max(self.order[node] for node in nodes)
 
-    def _placed(self, kernel: Kernel) -> Placed:
+    def _placed(self, kernel: GraphKernel) -> Placed:
         """A kernel at its place; a collective of the library runs until its wait."""
         us = self.surroundings.us(kernel, self.ratio)
         if kernel.kind != COLLECTIVE:
@@ -147,10 +147,10 @@ class PricedGraph:
         )
 
 
-def price(captured: CapturedGraph, frame: Frame, problem: Problem, context: Context) -> PricedGraph:
+def price(captured: CapturedGraph, frame: ProblemTemplate, problem: Problem, context: Context) -> PricedGraph:
     """Price the kernels of `captured` outside its sites; `problem` holds the prices of the sites."""
-    surroundings = Surroundings.of(context.machine, context.topologies.values())
-    kernels: tuple[Kernel, ...] | WorkFailure
+    surroundings = KernelContext.of(context.machine, context.topologies.values())
+    kernels: tuple[GraphKernel, ...] | WorkFailure
     try:
         sites = [found.nodes for found in frame.sites]
         kernels = outside(captured.graph, sites, context.machine.device, context.topologies)

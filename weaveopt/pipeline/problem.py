@@ -20,7 +20,7 @@ from itertools import combinations, product
 
 import torch.fx as fx
 
-from weaveopt.inductor.kernels import Kernel, Surroundings, within
+from weaveopt.inductor.kernels import GraphKernel, KernelContext, within
 from weaveopt.pipeline.open_exchanges import open_exchanges, waits_excluded
 from weaveopt.records.candidate import Estimate, Rejection, Term
 from weaveopt.records.site import TokenCounts
@@ -34,7 +34,7 @@ from weaveopt.rule import (
     RuleSet,
 )
 from weaveopt.solver import selection
-from weaveopt.solver.selection import EXCLUDED, Step, select, steps_of
+from weaveopt.solver.selection import EXCLUDED, SelectionStep, select, steps_of
 
 Choices = tuple[int, ...]
 """Position of each site's proposal among the allowed ones; their number if the site is left."""
@@ -59,7 +59,7 @@ class PricedInteraction:
     def estimate(self, choices: Choices) -> Estimate:
         return Estimate((Term(self.term, self.us(choices)),), self.relative_error)
 
-    def with_margin(self, sites: Sequence[PricedSite]) -> selection.Interaction:
+    def with_margin(self, sites: Sequence[PricedSite]) -> selection.JointCost:
         """Convert to costs with the model's error added; a saving at a forced proposal of the first site is not
         charged it."""
         own = sites[self.sites[0]]
@@ -70,7 +70,7 @@ class PricedInteraction:
             return 0.0 if is_forced else self.relative_error
 
         costs = {choices: us * (1.0 + margin(choices[0])) for choices, us in self.terms.items()}
-        return selection.Interaction(self.sites, costs)
+        return selection.JointCost(self.sites, costs)
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,15 @@ class Problem:
 
     sites: tuple[PricedSite, ...]
     interactions: tuple[PricedInteraction, ...] = ()
-    exclusions: tuple[selection.Interaction, ...] = ()
+    exclusions: tuple[selection.JointCost, ...] = ()
     """Choices that would replace the same nodes."""
-    waits: tuple[selection.Interaction, ...] = ()
+    waits: tuple[selection.JointCost, ...] = ()
     """Choices of which one waits for peers in line while the other's exchange is in flight."""
     concurrent: frozenset[int] = frozenset()
     """Sites while whose exchange, left to the library or begun and ended, other work of the graph can run."""
     kinds: tuple[int, ...] = ()
     """Position of the first site that is priced like each."""
-    steps: tuple[Step, ...] = ()
+    steps: tuple[SelectionStep, ...] = ()
     """Order in which `select` takes the sites, if it is known already."""
 
     @cached_property
@@ -103,8 +103,8 @@ class Problem:
         return tuple(rows)
 
     @cached_property
-    def _solver_interactions(self) -> tuple[selection.Interaction, ...]:
-        known: dict[object, selection.Interaction] = {}
+    def _solver_interactions(self) -> tuple[selection.JointCost, ...]:
+        known: dict[object, selection.JointCost] = {}
         found = []
         for each in self.interactions:
             key = (id(each.terms), self.sites[each.sites[0]].forced)
@@ -192,7 +192,7 @@ def _sum_of_sizes(values: Iterable[float]) -> float:
     return sum(map(abs, values))
 
 
-class Frame:
+class ProblemTemplate:
     """Part of a graph's problem that is the same at every token count: kinds of sites, and their dependencies.
 
     Two sites are of one kind where their facts, groups, token counts and kernels are equal; a kind is priced once.
@@ -202,7 +202,7 @@ class Frame:
         self.sites = tuple(sites)
         self._rules, self._context = rules, context
         self._order = {node: index for index, node in enumerate(captured.graph.nodes)}
-        self._kernels: dict[tuple[int, frozenset[fx.Node]], tuple[Kernel, ...]] = {}
+        self._kernels: dict[tuple[int, frozenset[fx.Node]], tuple[GraphKernel, ...]] = {}
         self._overlapping = _overlapping(self.sites)
         apart = {site for pair in self._overlapping for site in pair}
         firsts: dict[Hashable, int] = {}
@@ -266,7 +266,7 @@ class Frame:
 
     def _priced(self, index: int, tokens: TokenCounts, context: Context, usable_only: bool) -> PricedSite:
         found = self.sites[index]
-        surroundings = Surroundings.of(context.machine, context.topologies.values())
+        surroundings = KernelContext.of(context.machine, context.topologies.values())
         ratio = tokens.hint / found.site.tokens.hint if found.site.tokens.hint else 1.0
         baseline = surroundings.estimate(self._within(index, found.nodes), ratio)
         baseline = replace(baseline, relative_error=context.machine.relative_error)
@@ -325,14 +325,14 @@ class Frame:
         )
         return (site.kind, site.groups, found.facts, site.tokens, site.description, found.token_symbol, works, behind)
 
-    def _within(self, index: int, nodes: frozenset[fx.Node]) -> tuple[Kernel, ...]:
+    def _within(self, index: int, nodes: frozenset[fx.Node]) -> tuple[GraphKernel, ...]:
         key = (index, nodes)
         if key not in self._kernels:
             machine, tokens = self._context.machine, self.sites[index].site.tokens.hint
             self._kernels[key] = within(nodes, self._order, machine.device, self._context.topologies, tokens)
         return self._kernels[key]
 
-    def kernels(self, index: int, nodes: frozenset[fx.Node]) -> tuple[Kernel, ...]:
+    def kernels(self, index: int, nodes: frozenset[fx.Node]) -> tuple[GraphKernel, ...]:
         """Kernels that these nodes of a site run unmodified."""
         return self._within(index, nodes)
 
@@ -366,9 +366,7 @@ def _overlapping(sites: Sequence[FoundSite]) -> tuple[tuple[int, int], ...]:
     return tuple(sorted({pair for sharing in owners.values() for pair in combinations(sharing, 2)}))
 
 
-def _exclusions(
-    overlapping: Sequence[tuple[int, int]], sites: Sequence[PricedSite]
-) -> tuple[selection.Interaction, ...]:
+def _exclusions(overlapping: Sequence[tuple[int, int]], sites: Sequence[PricedSite]) -> tuple[selection.JointCost, ...]:
     """Choices of two sites that would replace the same nodes."""
     found = []
     for pair in overlapping:
@@ -378,5 +376,5 @@ def _exclusions(
             for i, j in product(range(len(a.choices)), range(len(b.choices)))
             if a.proposals[a.choices[i]].consumes & b.proposals[b.choices[j]].consumes
         }
-        found.append(selection.Interaction(pair, terms))
+        found.append(selection.JointCost(pair, terms))
     return tuple(found)

@@ -15,7 +15,7 @@ from weaveopt.cost_model.token_grid import LARGEST_TOKENS
 from weaveopt.pipeline.decide import DecidedGraph
 from weaveopt.pipeline.machine_changes import changes
 from weaveopt.records.candidate import LEAVE, Candidate
-from weaveopt.records.report import Sensitivity, Stretch
+from weaveopt.records.report import ChoiceRange, Sensitivity
 from weaveopt.records.site import TokenCounts
 from weaveopt.rule import Context
 from weaveopt.solver.boundaries import runs
@@ -97,13 +97,13 @@ def _changes(decided: DecidedGraph, context: Context) -> Iterator[tuple[str, Mac
     return iter(changes(context.machine, dtypes[0] if dtypes else "bfloat16", hosts))
 
 
-def stretches(winner: Winner, tokens: int, end: int = LARGEST_TOKENS) -> tuple[Stretch, ...]:
+def stretches(winner: Winner, tokens: int, end: int = LARGEST_TOKENS) -> tuple[ChoiceRange, ...]:
     """Return the winner at every count from 1 to `end`: evaluated in steps of an eighth and at `tokens`, bisected
     between.
 
     Every boundary is exact; a stretch entirely within one step is not seen.
     """
-    return tuple(Stretch(first, choice) for first, choice in runs(winner, _grid(tokens, end)))
+    return tuple(ChoiceRange(first, choice) for first, choice in runs(winner, _grid(tokens, end)))
 
 
 def _grid(tokens: int, end: int) -> Iterator[int]:

@@ -16,17 +16,17 @@ import torch
 from torch.fx.experimental.symbolic_shapes import guard_float
 
 from weaveopt import cost_model
-from weaveopt.pipeline.problem import Frame, Problem
+from weaveopt.pipeline.problem import Problem, ProblemTemplate
 from weaveopt.pipeline.token_counts import SymbolicCounts, exchanged_rows, symbolic_counts
 from weaveopt.records.report import Regime
 from weaveopt.records.site import TokenCounts
 from weaveopt.rule import CapturedGraph, Context
-from weaveopt.solver.regimes import Served, Stretch, regimes
+from weaveopt.solver.regimes import DecidedRange, Served, regimes
 from weaveopt.wording import counted
 
 
 def specialize(
-    captured: CapturedGraph, frame: Frame, context: Context
+    captured: CapturedGraph, frame: ProblemTemplate, context: Context
 ) -> tuple[Regime | None, Mapping[int, TokenCounts]]:
     """The regime of this graph, and the token counts that may come within it, by site.
 
@@ -69,11 +69,11 @@ def guard(captured: CapturedGraph, regime: Regime | None, numbers: Sequence[torc
     assert above and below, f"{counted(count.node.hint, 'token')} are not in {regime}"
 
 
-def _regimes(symbolic: SymbolicCounts, frame: Frame, context: Context) -> tuple[Served, ...]:
+def _regimes(symbolic: SymbolicCounts, frame: ProblemTemplate, context: Context) -> tuple[Served, ...]:
     """Regimes of the planned token counts; one regime where torch forbids a guard."""
     last = max(symbolic.first, min(context.config.max_tokens, symbolic.end or context.config.max_tokens))
     if not symbolic.may_guard:
-        everything = Served(symbolic.first, last, Stretch(symbolic.hint, symbolic.hint))
+        everything = Served(symbolic.first, last, DecidedRange(symbolic.hint, symbolic.hint))
         return (everything,)
 
     def problem_at(tokens: int) -> Problem:

@@ -84,7 +84,7 @@ def in_program_order(places: Sequence[Placed], order: Mapping[str, int]) -> Iter
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _PlacedTask:
     key: tuple[int, int, int]
     """Position in the graph, place, and task of it: the order in which the host enqueues."""
     place: int
@@ -94,13 +94,13 @@ class _Entry:
     """The first position and place that wait for it."""
 
 
-def _entries(places: Sequence[Placed], order: Mapping[str, int]) -> Iterator[_Entry]:
+def _entries(places: Sequence[Placed], order: Mapping[str, int]) -> Iterator[_PlacedTask]:
     last_place = len(places)
     for number, place in enumerate(sorted(places, key=lambda each: each.position)):
         for index, task in enumerate(place.tasks):
             begin = (order[task.begins_after], last_place) if task.begins_after else (place.position, number)
             end = (order[task.ends_before], 0) if task.ends_before else (place.position, number + 1)
-            yield _Entry((*begin, index), number, index, task, end)
+            yield _PlacedTask((*begin, index), number, index, task, end)
 
 
 def _busy(intervals: Sequence[Interval]) -> Iterator[Interval]:

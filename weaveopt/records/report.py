@@ -41,7 +41,7 @@ class Fallback:
 
 
 @dataclass(frozen=True)
-class Work:
+class OutsideWork:
     """Predicted time of one kernel that a graph runs outside its sites, the same before and after rewriting."""
 
     module: str
@@ -70,7 +70,7 @@ class WorkFailure:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ChoiceRange:
     """Token counts from `tokens` on, up to the next stretch, at which the same choice wins."""
 
     tokens: int
@@ -86,7 +86,7 @@ class Sensitivity:
     tokens: int
     """The token count that was decided for."""
     choice: str
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[ChoiceRange, ...]
     """The choice at every token count, ascending from 1."""
     constants: Values = ()
     """Change of a constant of the machine -> the choice that wins then; every change that was tried."""
@@ -136,7 +136,7 @@ class GraphReport:
     """The step that failed, where the graph runs unrewritten."""
     steps_us: Values = ()
     """Time that each step of weaveopt took in this compile."""
-    work: tuple[Work, ...] = ()
+    work: tuple[OutsideWork, ...] = ()
     """Work outside the sites, in graph order."""
     work_failure: WorkFailure | None = None
     """Set where `work` is empty because estimating it failed."""

@@ -15,7 +15,7 @@ from weaveopt.records.memory import MemoryPlan
 from weaveopt.records.report import Decision, GraphReport, Report, Sensitivity
 from weaveopt.reporting import generation
 from weaveopt.reporting.headline import headline
-from weaveopt.reporting.parts import Part, parts
+from weaveopt.reporting.parts import ReportPart, parts
 from weaveopt.reporting.timeline import Times, total
 
 SCHEMA = 2
@@ -145,7 +145,7 @@ def _slots(plan: MemoryPlan) -> list[Json]:
     ]
 
 
-def _part(part: Part) -> Json:
+def _part(part: ReportPart) -> Json:
     times = _before_and_after(part.before, part.after)
     return {"name": part.name, "layers": list(part.layers), "count": part.count, **times}
 

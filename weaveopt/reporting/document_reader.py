@@ -25,19 +25,19 @@ from weaveopt.records.candidate import (
 from weaveopt.records.generation import GenerationReport, LeftCall, StepReport
 from weaveopt.records.memory import Channel, Lifetime, MemoryPlan, PlacedBuffer
 from weaveopt.records.report import (
+    ChoiceRange,
     Decision,
     Fallback,
     GraphBreak,
     GraphReport,
     MachineSummary,
     OutsideCommunication,
+    OutsideWork,
     Regime,
     Report,
     Sensitivity,
-    Stretch,
     Uncompiled,
     Variant,
-    Work,
     WorkFailure,
 )
 from weaveopt.records.site import Site, TokenCounts
@@ -225,7 +225,7 @@ class _Sensitivity(Struct, frozen=True):
     sites: Texts
     tokens: int
     choice: str
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[ChoiceRange, ...]
     constants: Table
 
     def record(self) -> Sensitivity:
@@ -244,7 +244,7 @@ class _Graph(Struct, frozen=True):
     fallbacks: tuple[Fallback, ...]
     steps_us: Table
     regime: Regime | None = None
-    work: tuple[Work, ...] = ()
+    work: tuple[OutsideWork, ...] = ()
     work_failure: WorkFailure | None = None
     sensitivity: tuple[_Sensitivity, ...] = ()
     timed: Texts = ()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from weaveopt.records.candidate import NEVER_RAN
-from weaveopt.records.report import Decision, GraphReport, MachineSummary, Work
+from weaveopt.records.report import Decision, GraphReport, MachineSummary, OutsideWork
 from weaveopt.reporting.reasons import kernel_of
 from weaveopt.reporting.timeline import Times, blocks, count_of, times_of, total
 from weaveopt.wording import counted
@@ -52,7 +52,7 @@ def headline(graph: GraphReport) -> Headline:
     doubtful = [decision for decision, found in standings if found is Standing.WITHIN_ERROR]
     counting = Times()
     for block in blocks(graph):
-        fused = isinstance(block, Work) or standing(block) is Standing.COUNTS
+        fused = isinstance(block, OutsideWork) or standing(block) is Standing.COUNTS
         counting += times_of(block, fused) * count_of(block)
     unrun = [decision.chosen for decision, found in standings if found is Standing.NEVER_RAN]
     return Headline(

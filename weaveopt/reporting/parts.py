@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from weaveopt.records.report import GraphReport, Work
+from weaveopt.records.report import GraphReport, OutsideWork
 from weaveopt.reporting.reasons import collapse
 from weaveopt.reporting.timeline import Block, Times, blocks, count_of, homes, module_of, times_of
 
@@ -17,7 +17,7 @@ WHOLE = "whole"
 
 
 @dataclass(frozen=True)
-class Part:
+class ReportPart:
     """A stretch of the graph: a layer, or the blocks before, between or after the layers. Equal layers are one part."""
 
     name: str
@@ -31,7 +31,7 @@ class Part:
     after: Times
 
 
-def parts(graph: GraphReport) -> tuple[Part, ...]:
+def parts(graph: GraphReport) -> tuple[ReportPart, ...]:
     """Divide a graph into parts, in graph order. Their times, each multiplied by its count, add up to the whole."""
     folded: dict[Hashable, list[tuple[str, int | None, int, tuple[Block, ...]]]] = {}
     for name, layer, count, members in _stretches(graph):
@@ -42,7 +42,7 @@ def parts(graph: GraphReport) -> tuple[Part, ...]:
         name, first, _, members = members_of[0]
         layers = tuple(layer for _, layer, _, _ in members_of if layer is not None)
         found.append(
-            Part(
+            ReportPart(
                 name=name if first is None else _layers_name(layers),
                 layers=layers,
                 count=sum(count for _, _, count, _ in members_of),
@@ -54,7 +54,7 @@ def parts(graph: GraphReport) -> tuple[Part, ...]:
     return tuple(found)
 
 
-def typical(graph: GraphReport) -> Part | None:
+def typical(graph: GraphReport) -> ReportPart | None:
     """The layer that stands for most of the model; without layers, the part that does."""
     found = parts(graph)
     return max(found, key=lambda part: (bool(part.layers), part.count * part.before.us), default=None)
@@ -78,7 +78,7 @@ def _stretches(graph: GraphReport) -> Iterator[tuple[str, int | None, int, tuple
 def _kind(block: Block) -> Hashable:
     """Key that is equal for matching blocks of different layers."""
     module = collapse(module_of(block))
-    if isinstance(block, Work):
+    if isinstance(block, OutsideWork):
         return (module, block.kind, block.us)
     return (module, block.chosen.choice, block.chosen.fabric, block.chosen.estimate, block.baseline)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from weaveopt.errors import OptionError
 from weaveopt.records.report import GraphReport, Report
 from weaveopt.reporting.headline import Headline, headline, prices_from
-from weaveopt.reporting.parts import Part, typical
+from weaveopt.reporting.parts import ReportPart, typical
 from weaveopt.reporting.timeline import STREAMS, Block, Span, Times, laid_out, title, total
 from weaveopt.wording import counted
 
@@ -65,7 +65,7 @@ def draw(report: Report, form: str) -> bytes:
     return written.getvalue()
 
 
-def _layer(graph: GraphReport, part: Part | None, above: Axes, below: Axes) -> None:
+def _layer(graph: GraphReport, part: ReportPart | None, above: Axes, below: Axes) -> None:
     """One place of the part, before and after on the same axis."""
     members: tuple[Block, ...] = () if part is None else part.blocks
     colors: dict[str, str] = {}

@@ -39,7 +39,7 @@ class Entry:
     """Identities of parameters whose owner is not known, valid as long as their first storage lives."""
     caller: int | None = None
     """Identity of what is being called: the outermost module."""
-    frame: dynamo.Frame | None = None
+    frame: dynamo.CompiledFrame | None = None
     """The function that Dynamo compiled; None where something else called the backend."""
     dropped: bool = False
     """True once Dynamo compiled the function anew after a reset."""
@@ -268,7 +268,7 @@ def _assembled(found: _Found) -> Report:
     )
 
 
-def _frames(entries: Iterable[Entry]) -> Iterable[dynamo.Frame]:
+def _frames(entries: Iterable[Entry]) -> Iterable[dynamo.CompiledFrame]:
     return (entry.frame for entry in entries if entry.frame is not None)
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weaveopt.records.candidate import LEAVE
-from weaveopt.records.report import GraphReport, MachineSummary, Report, Sensitivity, Stretch
+from weaveopt.records.report import ChoiceRange, GraphReport, MachineSummary, Report, Sensitivity
 from weaveopt.reporting.headline import headline_line
 from weaveopt.reporting.memory import arena_line, arena_rows
 from weaveopt.reporting.parts import parts
@@ -140,7 +140,7 @@ def sensitivity_lines(found: Sensitivity) -> tuple[str, str]:
     return f"tokens: {_stretches(short.stretches, found.tokens)}", f"constants: {_constants(short)}"
 
 
-def _stretches(stretches: Sequence[Stretch], tokens: int) -> str:
+def _stretches(stretches: Sequence[ChoiceRange], tokens: int) -> str:
     here = max(index for index, stretch in enumerate(stretches) if index == 0 or stretch.tokens <= tokens)
     first, last = max(here - SHOWN_AROUND, 0), min(here + SHOWN_AROUND, len(stretches) - 1)
     words = []

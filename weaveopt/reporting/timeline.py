@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from weaveopt.records.candidate import Estimate, Term, stream_of
-from weaveopt.records.report import Decision, GraphReport, Work
+from weaveopt.records.report import Decision, GraphReport, OutsideWork
 from weaveopt.records.task import Stream
 from weaveopt.wording import counted
 
@@ -20,7 +20,7 @@ STREAMS = (Stream.COMPUTE, Stream.COMMUNICATION)
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
-Block = Decision | Work
+Block = Decision | OutsideWork
 
 
 @dataclass(frozen=True)
@@ -90,16 +90,16 @@ def homes(modules: Sequence[str]) -> tuple[int | None, ...]:
 
 def count_of(block: Block) -> int:
     """Places of the whole model that a block stands for."""
-    return block.count if isinstance(block, Work) else block.site.count
+    return block.count if isinstance(block, OutsideWork) else block.site.count
 
 
 def module_of(block: Block) -> str:
-    return block.module if isinstance(block, Work) else block.site.module
+    return block.module if isinstance(block, OutsideWork) else block.site.module
 
 
 def estimate_of(block: Block, fused: bool) -> Estimate | None:
     """Estimate before (`fused` False) or after rewriting; None if nothing was estimated."""
-    if isinstance(block, Work):
+    if isinstance(block, OutsideWork):
         return Estimate((Term(block.kind, block.us),))
     return block.chosen.estimate if fused else block.baseline
 

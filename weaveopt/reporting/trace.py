@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 
 from weaveopt.plain_json import Json
-from weaveopt.records.report import GraphReport, Report, Work
+from weaveopt.records.report import GraphReport, OutsideWork, Report
 from weaveopt.reporting.timeline import STREAMS, Block, laid_out, module_of, title, total, unrolled
 
 
@@ -62,7 +62,7 @@ def _events(process: int, graph: GraphReport, fused: bool) -> Iterator[Json]:
 
 
 def _arguments(block: Block, fused: bool) -> dict[str, Json]:
-    if isinstance(block, Work):
+    if isinstance(block, OutsideWork):
         return {"module": module_of(block), "kind": block.kind}
     choice = block.chosen.choice if fused else "unfused"
     return {"site": block.site.id, "module": module_of(block), "choice": choice}

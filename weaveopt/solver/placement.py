@@ -19,7 +19,7 @@ ZONE_ALIGNMENT = 4096
 """The transient zone begins on a page: what is aligned within it is aligned in the arena. No buffer asks for more."""
 
 
-class Request(NamedTuple):
+class PlacementRequest(NamedTuple):
     """A buffer that a site asks for, in use from one position among the group's rewritten sites to another."""
 
     owner: str
@@ -28,7 +28,7 @@ class Request(NamedTuple):
     last: int
 
 
-def place(requests: Sequence[Request], zone_start: int = 0) -> tuple[PlacedBuffer, ...]:
+def place(requests: Sequence[PlacementRequest], zone_start: int = 0) -> tuple[PlacedBuffer, ...]:
     """Return the offsets of all buffers, from `zone_start` on: ARENA ones in the order of their names, then the
     transient ones.
 
@@ -49,7 +49,7 @@ def place(requests: Sequence[Request], zone_start: int = 0) -> tuple[PlacedBuffe
     return (*kept, *_transient([r for r in requests if r.buffer.lifetime is not Lifetime.ARENA], zone_begin))
 
 
-def united(requests: Iterable[Request]) -> tuple[PlacedBuffer, ...]:
+def united(requests: Iterable[PlacementRequest]) -> tuple[PlacedBuffer, ...]:
     """ARENA buffers, one for each name, not placed yet."""
     found: dict[str, PlacedBuffer] = {}
     for owner, buffer, first, last in requests:
@@ -120,7 +120,7 @@ def aligned(offset: int, alignment: int) -> int:
     return -(-offset // alignment) * alignment
 
 
-def _transient(requests: Sequence[Request], zone_begin: int) -> list[PlacedBuffer]:
+def _transient(requests: Sequence[PlacementRequest], zone_begin: int) -> list[PlacedBuffer]:
     order = sorted(range(len(requests)), key=lambda i: (-requests[i].buffer.num_bytes, requests[i].first, i))
     offsets: dict[int, int] = {}
     for index in order:
@@ -134,7 +134,9 @@ def _transient(requests: Sequence[Request], zone_begin: int) -> list[PlacedBuffe
     return found
 
 
-def _lowest_best_fit(request: Request, requests: Sequence[Request], offsets: Mapping[int, int]) -> int:
+def _lowest_best_fit(
+    request: PlacementRequest, requests: Sequence[PlacementRequest], offsets: Mapping[int, int]
+) -> int:
     """Find the smallest gap between buffers that live at the same time, the lowest of several; else the end of all
     of them."""
     _, buffer, first, last = request

@@ -23,24 +23,24 @@ Structure = tuple[tuple[str, Fabric, tuple[str, ...]] | None, ...]
 """Rule and fabric of each site, with the interactions that change its cost; None for a site that is left."""
 
 
-class Site(Protocol):
+class RegimeSite(Protocol):
     """A site with its proposals; see `weaveopt.rule.PricedSite`."""
 
     @property
     def choices(self) -> tuple[int, ...]: ...
-    def proposal(self, choice: int, /) -> Proposal | None: ...
+    def proposal(self, choice: int, /) -> RegimeProposal | None: ...
 
 
-class Proposal(Protocol):
+class RegimeProposal(Protocol):
     @property
     def candidate(self) -> Candidate: ...
 
 
-class Problem(Protocol):
+class RegimeProblem(Protocol):
     """Cost of the choices at a graph's sites; see `weaveopt.pipeline.problem.Problem`."""
 
     @property
-    def sites(self) -> Sequence[Site]: ...
+    def sites(self) -> Sequence[RegimeSite]: ...
     @property
     def costs_us(self) -> Sequence[Sequence[float]]: ...
     @property
@@ -51,7 +51,7 @@ class Problem(Protocol):
 
 
 @dataclass(frozen=True)
-class Stretch:
+class DecidedRange:
     """Token counts from `first` to `last`, both included, that have the same decision."""
 
     first: int
@@ -64,11 +64,11 @@ class Served:
 
     first: int
     last: int
-    decided_as: Stretch
+    decided_as: DecidedRange
 
 
 def regimes(
-    problem_at: Callable[[int], Problem], grid: Sequence[int], max_regimes: int = MAX_REGIMES, narrowest: int = 1
+    problem_at: Callable[[int], RegimeProblem], grid: Sequence[int], max_regimes: int = MAX_REGIMES, narrowest: int = 1
 ) -> tuple[Served, ...]:
     """Regimes from the first to the last count of `grid` (ascending).
 
@@ -82,7 +82,7 @@ def regimes(
     structures = cache(lambda tokens: structure_of(problems(tokens), choices(tokens)))
 
     @cache
-    def lost(stretch: Stretch, tokens: int) -> float:
+    def lost(stretch: DecidedRange, tokens: int) -> float:
         """Share of the time at `tokens` that deciding as in `stretch` adds."""
         problem = problems(tokens)
         best_us = problem.us(choices(tokens))
@@ -96,14 +96,14 @@ def regimes(
     return _merged(found, samples, lost, max_regimes, narrowest)
 
 
-def stretches(structure_at: Callable[[int], object], grid: Sequence[int]) -> tuple[Stretch, ...]:
+def stretches(structure_at: Callable[[int], object], grid: Sequence[int]) -> tuple[DecidedRange, ...]:
     """Return the maximal runs of counts with equal structure, as far as the counts of `grid` show a change."""
     firsts = [first for first, _ in runs(structure_at, grid)]
     lasts = [*(first - 1 for first in firsts[1:]), grid[-1]]
-    return tuple(Stretch(first, last) for first, last in zip(firsts, lasts, strict=True))
+    return tuple(DecidedRange(first, last) for first, last in zip(firsts, lasts, strict=True))
 
 
-def structure_of(problem: Problem, choices: Choices) -> Structure:
+def structure_of(problem: RegimeProblem, choices: Choices) -> Structure:
     parts: list[tuple[str, Fabric, tuple[str, ...]] | None] = []
     for index, (site, choice) in enumerate(zip(problem.sites, choices, strict=True)):
         chosen = site.proposal(choice)
@@ -114,7 +114,7 @@ def structure_of(problem: Problem, choices: Choices) -> Structure:
     return tuple(parts)
 
 
-def _choices_like(structure: Structure, problem: Problem) -> Choices:
+def _choices_like(structure: Structure, problem: RegimeProblem) -> Choices:
     """Apply a structure at another token count; a site whose fabric has no kernel there uses the library."""
     choices = []
     for part, site, costs_us in zip(structure, problem.sites, problem.costs_us, strict=True):
@@ -130,9 +130,9 @@ def _choices_like(structure: Structure, problem: Problem) -> Choices:
 
 
 def _merged(
-    found: Sequence[Stretch],
+    found: Sequence[DecidedRange],
     samples: Sequence[int],
-    lost: Callable[[Stretch, int], float],
+    lost: Callable[[DecidedRange, int], float],
     max_regimes: int,
     narrowest: int,
 ) -> tuple[Served, ...]:

@@ -25,7 +25,7 @@ EXCLUDED = inf
 
 
 @dataclass(frozen=True)
-class Interaction:
+class JointCost:
     """Joint cost of some choices at a few sites, beyond the cost of each by itself."""
 
     sites: tuple[int, ...]
@@ -47,7 +47,7 @@ _Key = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Step:
+class SelectionStep:
     """One more site, whose choices extend the states of those that wait for later ones. They and it are the scope."""
 
     site: int
@@ -59,7 +59,7 @@ class Step:
     """Positions in the scope of the sites that a later site depends on."""
 
 
-def steps_of(num_sites: int, interacting: Sequence[tuple[int, ...]]) -> tuple[Step, ...]:
+def steps_of(num_sites: int, interacting: Sequence[tuple[int, ...]]) -> tuple[SelectionStep, ...]:
     """The order of the work, given the sites of every interaction: the same whatever they cost."""
     order = _order(num_sites, interacting)
     place = {site: step for step, site in enumerate(order)}
@@ -75,13 +75,13 @@ def steps_of(num_sites: int, interacting: Sequence[tuple[int, ...]]) -> tuple[St
         scope = [*waiting, site]
         kept = tuple(index for index, other in enumerate(scope) if ends[other] > step)
         where = tuple((each, tuple(map(scope.index, interacting[each]))) for each in due.get(site, ()))
-        steps.append(Step(site, tuple(range(len(scope))), where, kept))
+        steps.append(SelectionStep(site, tuple(range(len(scope))), where, kept))
         waiting = [scope[index] for index in kept]
     return tuple(steps)
 
 
 def select(
-    costs_us: Sequence[Sequence[float]], interactions: Sequence[Interaction] = (), steps: Sequence[Step] = ()
+    costs_us: Sequence[Sequence[float]], interactions: Sequence[JointCost] = (), steps: Sequence[SelectionStep] = ()
 ) -> tuple[int, ...]:
     """The best choice of every site. The last choice of a site is the one that changes nothing.
 
@@ -138,7 +138,7 @@ class _Exact:
     Many sites have the same row of costs, and many interactions the same terms (the same objects): each is read once.
     """
 
-    def __init__(self, costs_us: Sequence[Sequence[float]], interactions: Iterable[Interaction]) -> None:
+    def __init__(self, costs_us: Sequence[Sequence[float]], interactions: Iterable[JointCost]) -> None:
         self._rows = costs_us
         rows = {id(row): row for row in costs_us}
         terms = {id(each.terms): each.terms for each in interactions}
@@ -155,7 +155,7 @@ class _Exact:
     def costs(self, site: int) -> list[int]:
         return self._costs[id(self._rows[site])]
 
-    def terms(self, interaction: Interaction) -> dict[tuple[int, ...], int | None]:
+    def terms(self, interaction: JointCost) -> dict[tuple[int, ...], int | None]:
         return self._terms[id(interaction.terms)]
 
     def _integer(self, value: float) -> int:

@@ -30,7 +30,7 @@ from weaveopt.measure import base, draft, fit
 from weaveopt.measure.cases.collectives import collective
 from weaveopt.measure.clock import Launch, Sample, barrier, sample_of
 from weaveopt.measure.ranks import subgroup
-from weaveopt.measure.session import Rows, Session
+from weaveopt.measure.session import CalibrationSession, Rows
 from weaveopt.records.candidate import Fabric
 from weaveopt.wording import counted
 
@@ -86,7 +86,7 @@ class HostLink:
     reduced: Rows = field(default_factory=list)
     """(bytes, time of the library's all-reduce among all ranks)."""
 
-    def measure(self, session: Session, topology: Topology) -> None:
+    def measure(self, session: CalibrationSession, topology: Topology) -> None:
         """Every rank calls it."""
         by_host = host_ranks(topology)
         own = next(index for index, ranks in enumerate(by_host) if session.rank in ranks)
@@ -210,7 +210,7 @@ def _contradiction(what: str, rows: Rows, fixed_us: float, us_each: float) -> We
     )
 
 
-def _steps(session: Session, what: str, sizes: Sequence[int], make: Callable[[int], Launch]) -> Rows:
+def _steps(session: CalibrationSession, what: str, sizes: Sequence[int], make: Callable[[int], Launch]) -> Rows:
     """A time for each size; ranks that have no part in it wait for the others."""
     kept = sizes[::2] if session.quick else sizes
     launches = [make(size) for size in kept]
@@ -252,7 +252,7 @@ def _ping(wire: socket.socket | None, begins: bool, num_bytes: int) -> Launch:
     return _nothing if wire is None else run
 
 
-def _burst(session: Session, wire: socket.socket | None, sends: bool, count: int) -> Sample:
+def _burst(session: CalibrationSession, wire: socket.socket | None, sends: bool, count: int) -> Sample:
     """Measure the sender's and the receiver's time for each of `count` little messages; returns their mean.
 
     The receiver begins when all messages have arrived, so both times are pure work, without waiting.

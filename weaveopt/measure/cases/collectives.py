@@ -15,7 +15,7 @@ from weaveopt.measure.clock import Launch, Sample
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.fit import never_falling
 from weaveopt.measure.ranks import Ranks
-from weaveopt.measure.session import Rows, Session
+from weaveopt.measure.session import CalibrationSession, Rows
 from weaveopt.records.candidate import Fabric
 
 DTYPE = torch.bfloat16
@@ -54,14 +54,14 @@ def _collective(ranks: Ranks, kind: str, num_bytes: int) -> Launch:
 
 
 @dataclass
-class Collectives(Family):
+class LibraryCollectives(Family):
     """NCCL on GPUs, Gloo on CPU ranks; in bfloat16."""
 
     devices: ClassVar = frozenset({"cpu", "cuda"})
     times: dict[tuple[str, int], Rows] = field(default_factory=dict)
     """(bytes, time) by operation and number of ranks."""
 
-    def measure_together(self, session: Session, ranks: Ranks) -> None:
+    def measure_together(self, session: CalibrationSession, ranks: Ranks) -> None:
         exponents = range(11, 29 if session.is_gpu else 27, 4 if session.quick else 1)
         little_us = session.launch_us if session.is_gpu else session.eager_us
         for op in COLLECTIVES:

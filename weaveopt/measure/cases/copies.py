@@ -9,12 +9,12 @@ import torch
 
 from weaveopt.cost_model.machine import CopyEngine
 from weaveopt.fabrics import symmetric
-from weaveopt.measure.beside import DTYPE, LargeGemm, alone_us, beside_us
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.clock import Sample, barrier, slowest
+from weaveopt.measure.concurrent_kernels import DTYPE, LargeGemm, alone_us, concurrent_us
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.ranks import Ranks
-from weaveopt.measure.session import Session
+from weaveopt.measure.session import CalibrationSession
 
 COPY_BYTES = 64 << 20
 
@@ -44,7 +44,7 @@ def copies(ranks: Ranks) -> tuple[float, float, float]:
             times = [alone_us(pull), alone_us(pull_little)]
     barrier(ranks.process_group)
     whole_us, latency_us = (sample.us for sample in slowest([Sample(us, 0.0) for us in times], ranks.process_group))
-    contended_us = beside_us(ranks, pull, 12, gemm, 20)
+    contended_us = concurrent_us(ranks, pull, 12, gemm, 20)
     return latency_us, COPY_BYTES / whole_us * 1e6, COPY_BYTES / contended_us * 1e6
 
 
@@ -56,7 +56,7 @@ class Copies(Family):
     found: tuple[float, float, float] | None = None
     """Latency in microseconds, bytes a second alone, and contended."""
 
-    def measure_together(self, session: Session, ranks: Ranks) -> None:
+    def measure_together(self, session: CalibrationSession, ranks: Ranks) -> None:
         if ranks.world == session.world and not session.quick:
             session.tell("copies from peers", 0, 1)
             self.found = copies(ranks)

@@ -6,7 +6,7 @@ from typing import ClassVar, Protocol
 
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.ranks import Ranks
-from weaveopt.measure.session import Session
+from weaveopt.measure.session import CalibrationSession
 
 
 class Family(Protocol):
@@ -19,10 +19,10 @@ class Family(Protocol):
     devices: ClassVar[frozenset[str]]
     """Types of torch devices, `cpu` and `cuda`, that it is measured on."""
 
-    def measure_alone(self, session: Session) -> None:
+    def measure_alone(self, session: CalibrationSession) -> None:
         """Measure local kernels: no rank waits for another while one of them is timed."""
 
-    def measure_together(self, session: Session, ranks: Ranks) -> None:
+    def measure_together(self, session: CalibrationSession, ranks: Ranks) -> None:
         """Steps that the ranks of a group take together; called by those inside, for each size of a group."""
 
     def write(self, draft: Draft) -> None:

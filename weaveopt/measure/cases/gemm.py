@@ -15,7 +15,7 @@ from weaveopt.measure.cases.family import Family
 from weaveopt.measure.cases.gemm_fit import Corner, Grid
 from weaveopt.measure.clock import Clock, Sample, slowest
 from weaveopt.measure.draft import Draft
-from weaveopt.measure.session import Session
+from weaveopt.measure.session import CalibrationSession
 
 GPU_GRID = Grid(
     m=(
@@ -74,14 +74,14 @@ class Gemms(Family):
     times: dict[str, dict[Corner, Sample]] = field(default_factory=dict)
     """Times of the corners, by dtype."""
 
-    def measure_alone(self, session: Session) -> None:
+    def measure_alone(self, session: CalibrationSession) -> None:
         grid = GPU_GRID if session.is_gpu else CPU_GRID
         if session.quick:
             grid = Grid(grid.m[::5], grid.n[::4], grid.k[::4])
         self._measure(session, torch.bfloat16, grid)
         self._measure(session, torch.float32, GPU_FP32_GRID if session.is_gpu else grid)
 
-    def _measure(self, session: Session, dtype: torch.dtype, grid: Grid) -> None:
+    def _measure(self, session: CalibrationSession, dtype: torch.dtype, grid: Grid) -> None:
         name = str(dtype).removeprefix("torch.")
         corners = [corner for corner in grid.corners if 2.0 * corner[0] * corner[1] * corner[2] <= LARGEST_FLOPS]
         if not session.is_gpu:

@@ -9,7 +9,7 @@ from random import Random
 from statistics import fmean
 
 from weaveopt.cost_model.gemm import modelled_us
-from weaveopt.cost_model.machine import GemmCosts, Rate, Samples, Tile
+from weaveopt.cost_model.machine import GemmCosts, GemmTile, Rate, Samples
 from weaveopt.measure.clock import Sample
 
 TILES = ((64, 64), (64, 128), (128, 64), (128, 128), (128, 192), (192, 128), (64, 256), (128, 256), (256, 128))
@@ -64,7 +64,7 @@ def tiled_gemms(dtype: str, origin: str, units: int, grid: Grid, times: Mapping[
 def _costs(dtype: str, origin: str, units: int, samples: Samples, constants: Sequence[float]) -> GemmCosts:
     launch_us, bytes_per_s, rate, loss, fill_us, last_wave = constants
     # A tile of m x n does 2 m n operations a k for m + n values loaded: a small one is bound by its loads.
-    tiles = tuple(Tile(m, n, round(rate / (1 + 64 * loss * (1 / m + 1 / n)), -9)) for m, n in TILES)
+    tiles = tuple(GemmTile(m, n, round(rate / (1 + 64 * loss * (1 / m + 1 / n)), -9)) for m, n in TILES)
     return GemmCosts(
         dtype, origin, round(launch_us, 3), round(bytes_per_s, -9), units, tiles,
         fill_us=round(fill_us, 3), last_wave=round(last_wave, 3), samples=samples,

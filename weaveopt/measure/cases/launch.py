@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import torch
 
-from weaveopt.cost_model.machine import Launch
+from weaveopt.cost_model.machine import LaunchCosts
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.clock import Clock
 from weaveopt.measure.draft import Draft
-from weaveopt.measure.session import Session
+from weaveopt.measure.session import CalibrationSession
 
 EAGER_CALLS = 2000
 
@@ -43,7 +43,7 @@ class Launches(Family):
     graph_us: float = 0.0
     eager_us: float = 0.0
 
-    def measure_alone(self, session: Session) -> None:
+    def measure_alone(self, session: CalibrationSession) -> None:
         session.tell("launches", 0, 1)
         with session.as_many_as_cores() as active:
             if active:
@@ -52,4 +52,4 @@ class Launches(Family):
 
     def write(self, draft: Draft) -> None:
         origin = draft.origin("launch", (), "one-element kernels")
-        draft.launch = Launch(origin, round(self.graph_us, 3), round(self.eager_us, 3))
+        draft.launch = LaunchCosts(origin, round(self.graph_us, 3), round(self.eager_us, 3))

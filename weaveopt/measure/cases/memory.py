@@ -14,7 +14,7 @@ from weaveopt.measure.cases.family import Family
 from weaveopt.measure.clock import Clock, Launch, Sample, slowest
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.fit import never_falling
-from weaveopt.measure.session import Rows, Session
+from weaveopt.measure.session import CalibrationSession, Rows
 
 Tensor = torch.Tensor
 NORM_TOKENS = (1, 16, 64, 256, 512, 1024, 4096, 16384)
@@ -41,7 +41,7 @@ def gate(x: Tensor, y: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class MemoryKernel:
     """One compiled kernel: its inputs of [tokens, hidden], and the passes over such memory that it makes."""
 
     function: Callable[..., object]
@@ -53,11 +53,11 @@ class Kernel:
         return self.passes * tokens * hidden * torch.bfloat16.itemsize
 
 
-NORM = Kernel(add_norm, 2, 4, True)
-GATE = Kernel(gate, 2, 3, False)
+NORM = MemoryKernel(add_norm, 2, 4, True)
+GATE = MemoryKernel(gate, 2, 3, False)
 
 
-def compiled_call(device: torch.device, kernel: Kernel, tokens: int, hidden: int) -> Launch:
+def compiled_call(device: torch.device, kernel: MemoryKernel, tokens: int, hidden: int) -> Launch:
     """Inductor's kernel for static shapes, compiled."""
     torch._dynamo.reset()
     compiled = torch.compile(kernel.function, dynamic=False)
@@ -69,7 +69,7 @@ def compiled_call(device: torch.device, kernel: Kernel, tokens: int, hidden: int
 
 
 def fused_kernel(
-    clock: Clock, device: torch.device, kernel: Kernel, tokens: int, hidden: int, expected_us: float
+    clock: Clock, device: torch.device, kernel: MemoryKernel, tokens: int, hidden: int, expected_us: float
 ) -> tuple[int, Sample]:
     """Inductor's kernel for static shapes, as (bytes read and written, time)."""
     return kernel.num_bytes(tokens, hidden), clock.alone(compiled_call(device, kernel, tokens, hidden), expected_us)
@@ -93,7 +93,7 @@ class MemoryKernels(Family):
     copied: tuple[int, Sample] | None = None
     """Bytes of one large copy, and its time."""
 
-    def measure_alone(self, session: Session) -> None:
+    def measure_alone(self, session: CalibrationSession) -> None:
         torch._inductor.config.compile_threads = 1  # a pool of compilers would be measured too
         torch._dynamo.config.recompile_limit = 1024
         rows: tuple[int, ...] = NORM_ROWS if session.is_gpu else (CPU_ROW,)
@@ -128,7 +128,7 @@ class MemoryKernels(Family):
             found.append((num_bytes, own))
         self.copied = (large, merged[-1])
 
-    def _compile_in_shares(self, session: Session, cases: Sequence[tuple[Kernel, int, int]]) -> None:
+    def _compile_in_shares(self, session: CalibrationSession, cases: Sequence[tuple[MemoryKernel, int, int]]) -> None:
         """Each rank compiles its share of the kernels, and finds those of the others in Inductor's cache."""
         with session.as_many_as_cores() as active:
             if active:

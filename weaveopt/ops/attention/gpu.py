@@ -9,8 +9,15 @@ from functools import cache
 import torch
 
 from weaveopt.ops.attention import reference
-from weaveopt.ops.attention.plan import Plan, plan, power_of_two
-from weaveopt.ops.attention.shapes import RANGE_ROWS, Operands, Scores, Shape, checked_shape, empty_result
+from weaveopt.ops.attention.plan import AttentionLaunch, plan, power_of_two
+from weaveopt.ops.attention.shapes import (
+    RANGE_ROWS,
+    AttentionOperands,
+    AttentionShape,
+    Scores,
+    checked_shape,
+    empty_result,
+)
 
 Tensor = torch.Tensor
 
@@ -48,7 +55,7 @@ def key_ranges(mask: Tensor, rows: int) -> Tensor:
     return launch_key_ranges(mask, rows) if has_triton() else reference.key_ranges(mask, rows)
 
 
-def masked_attention(operands: Operands, scores: Scores) -> Tensor:
+def masked_attention(operands: AttentionOperands, scores: Scores) -> Tensor:
     """`weave::masked_attention` on a GPU."""
     shape = checked_shape(operands)
     sizes = (shape.key_size, shape.value_size)
@@ -58,7 +65,9 @@ def masked_attention(operands: Operands, scores: Scores) -> Tensor:
     ranges = operands.ranges
     if operands.mask is not None and ranges is None:
         ranges = launch_key_ranges(operands.mask, RANGE_ROWS)
-        operands = Operands(operands.query, operands.key, operands.value, operands.mask, ranges, operands.sinks)
+        operands = AttentionOperands(
+            operands.query, operands.key, operands.value, operands.mask, ranges, operands.sinks
+        )
     may_pack = ranges is None or ranges.shape[1] == 1
     how = plan(shape, num_sms(operands.query.device), may_pack, operands.mask is not None)
     return launch_attention(operands, scores, how)
@@ -82,7 +91,7 @@ def launch_key_ranges(mask: Tensor, rows: int) -> Tensor:
     return out
 
 
-def launch_attention(operands: Operands, scores: Scores, how: Plan) -> Tensor:
+def launch_attention(operands: AttentionOperands, scores: Scores, how: AttentionLaunch) -> Tensor:
     """Launches one kernel, and `combine` if keys are split; tensors may be on any device that Triton supports."""
     from weaveopt.ops.attention import kernels
 
@@ -135,7 +144,7 @@ def _dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(3) == 1 or tensor.shape[3] == 1 else tensor.contiguous()
 
 
-def _partials(out: Tensor, how: Plan, shape: Shape) -> tuple[Tensor, Tensor]:
+def _partials(out: Tensor, how: AttentionLaunch, shape: AttentionShape) -> tuple[Tensor, Tensor]:
     """Room for each split's sums: [bundle, row, split, Dv], and m and l of each."""
     if how.num_splits == 1:
         return out, out
@@ -144,7 +153,9 @@ def _partials(out: Tensor, how: Plan, shape: Shape) -> tuple[Tensor, Tensor]:
     return acc, out.new_empty((num_rows, how.num_splits, 2), dtype=torch.float32)
 
 
-def _mask_arguments(mask: Tensor | None, shape: Shape, how: Plan, other: Tensor) -> tuple[Tensor, tuple[int, ...], int]:
+def _mask_arguments(
+    mask: Tensor | None, shape: AttentionShape, how: AttentionLaunch, other: Tensor
+) -> tuple[Tensor, tuple[int, ...], int]:
     """The mask's bytes, its strides, and how it is read: 0 not at all, 1 a row for all of a tile, 2 a row for each."""
     if mask is None:
         return other, (0, 0, 0, 0), 0

@@ -10,8 +10,9 @@
 `query` [batch, heads, queries, head_dim], `key` [batch, kv_heads, keys, head_dim], `value` [batch, kv_heads, keys,
 value_dim], of one dtype (bf16, fp16; fp32 on CPUs), with any strides; heads is a multiple of kv_heads. The result is
 [batch, heads, queries, value_dim] in memory of [batch, queries, heads, value_dim], so that the projection after it
-reads it as rows. `kernel` is a word of `Kernel`; where the device or this build of torch does not have it, whatever
-`scaled_dot_product_attention` takes computes the same. A window needs `causal`, and at most as many queries as keys.
+reads it as rows. `kernel` is a word of `LibraryKernel`; where the device or this build of torch does not have it,
+whatever `scaled_dot_product_attention` takes computes the same. A window needs `causal`, and at most as many queries as
+keys.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch.nn.functional as F
 Tensor = torch.Tensor
 
 
-class Kernel(StrEnum):
+class LibraryKernel(StrEnum):
     FLASH = "flash"
     """FlashAttention: grouped heads, causal from the lower right, windows; equal head sizes of at most 256."""
     CUDNN = "cudnn"
@@ -50,10 +51,10 @@ def library_attention(
     square = query.shape[2] == key.shape[2]
     # With one query nothing is hidden from the lower right.
     causal = causal and (query.shape[2] > 1 or window != 0)
-    if kernel == Kernel.FLASH and _has_flash(query, value):
+    if kernel == LibraryKernel.FLASH and _has_flash(query, value):
         return _flash(query, key, value, scale, causal, window)
     if window == 0 and (square or not causal):
-        if kernel == Kernel.CUDNN and query.is_cuda and _is_recent(query.device):
+        if kernel == LibraryKernel.CUDNN and query.is_cuda and _is_recent(query.device):
             found = torch.ops.aten._scaled_dot_product_cudnn_attention(
                 query, key, value, None, False, 0.0, causal, False, scale=scale
             )

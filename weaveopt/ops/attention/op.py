@@ -37,7 +37,7 @@ import torch
 
 from weaveopt.errors import WeaveError
 from weaveopt.ops.attention import gpu, reference
-from weaveopt.ops.attention.shapes import Operands, Scores, checked_shape, empty_result
+from weaveopt.ops.attention.shapes import AttentionOperands, Scores, checked_shape, empty_result
 
 Tensor = torch.Tensor
 
@@ -58,7 +58,7 @@ def _masked_attention(
     softcap: float,
     causal: bool,
 ) -> Tensor:
-    operands, scores = Operands(query, key, value, mask, ranges, sinks), Scores(scale, softcap, causal)
+    operands, scores = AttentionOperands(query, key, value, mask, ranges, sinks), Scores(scale, softcap, causal)
     return gpu.masked_attention(operands, scores) if query.is_cuda else reference.on_cpu(operands, scores)
 
 
@@ -83,7 +83,7 @@ def _fake_masked_attention(
     softcap: float,
     causal: bool,
 ) -> Tensor:
-    checked_shape(Operands(query, key, value, mask, ranges, sinks))
+    checked_shape(AttentionOperands(query, key, value, mask, ranges, sinks))
     return empty_result(query, value)
 
 

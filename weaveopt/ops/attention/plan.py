@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weaveopt.ops.attention.shapes import RANGE_ROWS, Shape
+from weaveopt.ops.attention.shapes import RANGE_ROWS, AttentionShape
 
 MAX_SPLITS = 128
 FEW_ROWS = 64
@@ -22,7 +22,7 @@ FINE_WAVES = 8
 
 
 @dataclass(frozen=True)
-class Loop:
+class KeyLoop:
     """Keys of a block, and who loads and multiplies them."""
 
     block_n: int
@@ -35,22 +35,22 @@ class Loop:
     least_keys: int
     """Least keys of a split: fewer take longer to begin and to combine than they save."""
     inner: bool = False
-    """As in `Plan`."""
+    """As in `AttentionLaunch`."""
 
 
-SHORT = Loop(32, 2, 3, 5, 4, 128)
+SHORT = KeyLoop(32, 2, 3, 5, 4, 128)
 """Few keys a program: the fewest threads, and registers left for `combine` to begin with."""
-MIDDLE = Loop(64, 4, 3, 3, 1.9, 64)
-LONG = Loop(32, 4, 3, 4, 4, 1024)
+MIDDLE = KeyLoop(64, 4, 3, 3, 1.9, 64)
+LONG = KeyLoop(32, 4, 3, 4, 4, 1024)
 """As many keys in flight as two of `MIDDLE`, by more threads: what each loses at its ends counts less."""
-WHOLE = Loop(64, 4, 4, 1, 1, 1, inner=True)
+WHOLE = KeyLoop(64, 4, 4, 1, 1, 1, inner=True)
 """One program an SM that has all its keys, and nothing to combine: it alone keeps enough of them in flight."""
 SHORT_KEYS, LONG_KEYS = 256, 2048
 """Keys of a program with four an SM: `SHORT` serves up to the first, `LONG` from the second on."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionLaunch:
     """One launch."""
 
     packed: int
@@ -68,15 +68,15 @@ class Plan:
     combine_columns: int = 64
     combine_warps: int = 1
 
-    def num_tiles(self, shape: Shape) -> int:
+    def num_tiles(self, shape: AttentionShape) -> int:
         return -(-shape.queries * self.packed // self.block_m)
 
-    def num_bundles(self, shape: Shape) -> int:
+    def num_bundles(self, shape: AttentionShape) -> int:
         """Number of bundles of query heads, over the batch."""
         return shape.batch * (shape.heads // self.packed)
 
 
-def plan(shape: Shape, num_sms: int, may_pack: bool = True, masked: bool = True) -> Plan:
+def plan(shape: AttentionShape, num_sms: int, may_pack: bool = True, masked: bool = True) -> AttentionLaunch:
     """The launch for `shape`; `may_pack`: heads of a group see the same ranges of keys; `masked`: there is a mask."""
     packed = shape.group if may_pack and shape.group <= RANGE_ROWS else 1
     rows = shape.queries * packed
@@ -85,8 +85,8 @@ def plan(shape: Shape, num_sms: int, may_pack: bool = True, masked: bool = True)
     if rows > FEW_ROWS and long_tiles >= num_sms:
         # Under the diagonal, tiles are of all lengths. A mask would be read once more for each half.
         if not (masked or wide) and long_tiles < FINE_WAVES * num_sms:
-            return Plan(1, 64, 64, 4, 3, inner=True)
-        return Plan(1, 128, 64, 8, 2 if wide else 3, inner=True)
+            return AttentionLaunch(1, 64, 64, 4, 3, inner=True)
+        return AttentionLaunch(1, 128, 64, 8, 2 if wide else 3, inner=True)
     block_m = min(max(LEAST_ROWS, power_of_two(rows)), FEW_ROWS)
     tiles = shape.batch * (shape.heads // packed) * -(-rows // block_m)
     loop, count = MIDDLE, one_wave(tiles, shape.keys, MIDDLE, num_sms)
@@ -95,13 +95,13 @@ def plan(shape: Shape, num_sms: int, may_pack: bool = True, masked: bool = True)
     if block_m == LEAST_ROWS and not (wide or padded):
         loop, count = divided(tiles, shape.keys, num_sms)
     block_n = loop.block_n // 2 if wide else loop.block_n
-    return Plan(
+    return AttentionLaunch(
         packed, block_m, block_n, loop.num_warps, loop.num_stages, count,
         inner=loop.inner, combine_columns=columns_to_combine(count),
     )  # fmt: skip
 
 
-def divided(tiles: int, keys: int, num_sms: int) -> tuple[Loop, int]:
+def divided(tiles: int, keys: int, num_sms: int) -> tuple[KeyLoop, int]:
     """The loop for decode, and into how many parts the keys of each of `tiles` are split."""
     each = tiles * keys // (4 * num_sms)
     short, long = (min(MAX_SPLITS, 4 * num_sms // max(tiles, 1), keys // loop.least_keys) for loop in (SHORT, LONG))
@@ -116,7 +116,7 @@ def divided(tiles: int, keys: int, num_sms: int) -> tuple[Loop, int]:
     return MIDDLE, one_wave(tiles, keys, MIDDLE, num_sms)
 
 
-def one_wave(tiles: int, keys: int, loop: Loop, num_sms: int) -> int:
+def one_wave(tiles: int, keys: int, loop: KeyLoop, num_sms: int) -> int:
     """The fewest parts that keep the memory busy, but not so many that programs wait for others."""
     tiles = max(tiles, 1)
     if tiles > loop.resident * num_sms:
@@ -129,7 +129,7 @@ def one_wave(tiles: int, keys: int, loop: Loop, num_sms: int) -> int:
     return -(-keys // spared) if spared and -(-keys // spared) <= most else count
 
 
-def even_waves(tiles: int, keys: int, loop: Loop, num_sms: int) -> int:
+def even_waves(tiles: int, keys: int, loop: KeyLoop, num_sms: int) -> int:
     """The fewest parts whose last wave is nearly whole, where tiles alone are more than run at a time."""
     slots = loop.resident * num_sms
     counts = range(1, max(1, min(4, keys // LONG.least_keys)) + 1)

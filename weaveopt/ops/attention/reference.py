@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from weaveopt.ops.attention.shapes import RANGE_ROWS, Operands, Scores, checked_shape, empty_result
+from weaveopt.ops.attention.shapes import RANGE_ROWS, AttentionOperands, Scores, checked_shape, empty_result
 
 Tensor = torch.Tensor
 
@@ -36,7 +36,7 @@ def key_ranges(mask: Tensor, rows: int) -> Tensor:
     return torch.stack((first, end, inner_first * found, inner_end * found), 3).to(torch.int32)
 
 
-def admitted_keys(operands: Operands, causal: bool) -> Tensor | None:
+def admitted_keys(operands: AttentionOperands, causal: bool) -> Tensor | None:
     """Keys that mask (without one: ranges) and causal order admit, broadcastable to [B, H, S, L]; None: all keys."""
     queries, keys = operands.query.shape[2], operands.key.shape[2]
     admitted = operands.mask
@@ -52,7 +52,7 @@ def admitted_keys(operands: Operands, causal: bool) -> Tensor | None:
     return order[None, None] if admitted is None else admitted & order
 
 
-def reference(operands: Operands, scores: Scores) -> Tensor:
+def reference(operands: AttentionOperands, scores: Scores) -> Tensor:
     """Every step in plain torch, in fp32 but for the probabilities, which are cast to the values' dtype."""
     shape = checked_shape(operands)
     key = operands.key.repeat_interleave(shape.group, 1).float()
@@ -81,7 +81,7 @@ def reference(operands: Operands, scores: Scores) -> Tensor:
     return as_result(probabilities.float() @ value.float(), operands)
 
 
-def on_cpu(operands: Operands, scores: Scores) -> Tensor:
+def on_cpu(operands: AttentionOperands, scores: Scores) -> Tensor:
     """torch's own attention where it can say the same, else `reference`."""
     shape = checked_shape(operands)
     if operands.sinks is not None or scores.softcap or not shape.keys:
@@ -94,7 +94,7 @@ def on_cpu(operands: Operands, scores: Scores) -> Tensor:
     return as_result(attended, operands)
 
 
-def as_result(attended: Tensor, operands: Operands) -> Tensor:
+def as_result(attended: Tensor, operands: AttentionOperands) -> Tensor:
     """`attended` in the result's dtype and strides."""
     result = empty_result(operands.query, operands.value)
     if attended.stride() == result.stride() and attended.dtype is result.dtype:

@@ -15,7 +15,7 @@ RANGE_ROWS = 128
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     """Sizes of one call."""
 
     batch: int
@@ -34,7 +34,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Operands:
+class AttentionOperands:
     """The tensors of one call."""
 
     query: Tensor
@@ -55,7 +55,7 @@ class Scores:
     """Key j is admitted for query i only if j <= i + keys - queries."""
 
 
-def checked_shape(operands: Operands) -> Shape:
+def checked_shape(operands: AttentionOperands) -> AttentionShape:
     """The call's sizes. Raises `WeaveError` where operands contradict one another."""
     query, key, value = operands.query, operands.key, operands.value
     if not query.dim() == key.dim() == value.dim() == 4:
@@ -87,7 +87,7 @@ def checked_shape(operands: Operands) -> Shape:
             )
     if sinks is not None and sinks.shape != (heads,):
         raise WeaveError(f"masked_attention: sinks are {list(sinks.shape)}, not one for each of {heads} heads")
-    return Shape(batch, heads, key_heads, queries, keys, key_size, value_size)
+    return AttentionShape(batch, heads, key_heads, queries, keys, key_size, value_size)
 
 
 def _broadcasts(tensor: Tensor, whole: tuple[int, ...]) -> bool:

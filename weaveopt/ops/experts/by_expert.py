@@ -48,7 +48,7 @@ class StackedWeights(NamedTuple):
     down_bias: Tensor | None
 
 
-class Range(NamedTuple):
+class RowRange(NamedTuple):
     """Rows of one expert, of those that are sorted."""
 
     expert: int
@@ -56,24 +56,24 @@ class Range(NamedTuple):
     end: int
 
 
-def multiply(rows: Tensor, weight: StackedWeight, bias: Tensor | None, ranges: Sequence[Range], out: Tensor) -> None:
+def multiply(rows: Tensor, weight: StackedWeight, bias: Tensor | None, ranges: Sequence[RowRange], out: Tensor) -> None:
     """`out = rows @ weight[expert].T + bias[expert]`, range by range."""
     for expert, first, end in ranges:
         linear(rows[first:end], weight[expert], None if bias is None else bias[expert], out[first:end])
 
 
-def ranges_of(counts: Sequence[int]) -> list[Range]:
+def ranges_of(counts: Sequence[int]) -> list[RowRange]:
     """Row ranges of the experts that have rows, where each has `counts[expert]` of them."""
     ranges, end = [], 0
     for expert, count in enumerate(counts):
         if count:
-            ranges.append(Range(expert, end, end + count))
+            ranges.append(RowRange(expert, end, end + count))
             end += count
     return ranges
 
 
 def through_experts(
-    rows: Tensor, ranges: Sequence[Range], weights: ExpertWeights | StackedWeights, act: Activation
+    rows: Tensor, ranges: Sequence[RowRange], weights: ExpertWeights | StackedWeights, act: Activation
 ) -> Tensor:
     """[rows, hidden]: what the expert of each range makes of its rows, in their dtype; every row is in a range."""
     inner = rows.new_empty((len(rows), weights.gate_up.shape[1]))

@@ -13,7 +13,7 @@ from weaveopt.errors import WeaveError, closest
 from weaveopt.ops.experts.activation import Activation, ActivationName
 
 
-class Kernels(StrEnum):
+class ExpertsKernel(StrEnum):
     """Kernels that a GPU runs; CPUs have one implementation only."""
 
     TRITON = "triton"
@@ -41,8 +41,8 @@ class ExpertsCall:
     """Parameter of `clamped_swish`."""
     limit: float = 0.0
     """Bound of the activation's operands: gate is clamped from above, up to [-limit, limit]; 0: no bound."""
-    kernels: str = Kernels.TRITON
-    """A word of `Kernels`."""
+    kernels: str = ExpertsKernel.TRITON
+    """A word of `ExpertsKernel`."""
     table: tuple[tuple[int, str], ...] = ()
     """Kernels by token count, ascending: (largest count, kernels); `kernels` run beyond the last row."""
 
@@ -74,7 +74,7 @@ def decode(text: str) -> ExpertsCall:
     known = tuple(activation.value for activation in ActivationName)
     if call.activation not in known:
         raise WeaveError(f"moe_experts: no activation {call.activation!r}; {closest(call.activation, known)}")
-    ways = tuple(way.value for way in Kernels)
+    ways = tuple(way.value for way in ExpertsKernel)
     for kernels in (call.kernels, *(each for _, each in call.table)):
         if kernels not in ways:
             raise WeaveError(f"moe_experts: no kernels {kernels!r}; {closest(kernels, ways)}")

@@ -13,8 +13,8 @@ from weaveopt.fabrics.traits import NativePart, is_built
 from weaveopt.ops.experts.by_expert import StackedWeights
 from weaveopt.ops.experts.call import ExpertsCall
 from weaveopt.ops.experts.expert_ranges import RangedWeight, StackedWeight
-from weaveopt.ops.experts.plan import TRITON_ROUTING_ROWS, Plan, RowTiles, power_of_two
-from weaveopt.ops.experts.shapes import Operands, Shape, checked_shape
+from weaveopt.ops.experts.plan import TRITON_ROUTING_ROWS, ExpertsLaunch, RowTiles, power_of_two
+from weaveopt.ops.experts.shapes import ExpertOperands, ExpertsShape, checked_shape
 
 try:
     from weaveopt import _native
@@ -62,7 +62,7 @@ def may_launch_early(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def has_kernels(operands: Operands, shape: Shape) -> bool:
+def has_kernels(operands: ExpertOperands, shape: ExpertsShape) -> bool:
     """True if the Triton kernels support the call."""
     half = operands.x.dtype in (torch.bfloat16, torch.float16)
     few = shape.experts <= MAX_EXPERTS and shape.choices <= MAX_CHOICES
@@ -70,7 +70,7 @@ def has_kernels(operands: Operands, shape: Shape) -> bool:
     return half and few and near and has_triton() and has_tensor_cores(operands.x.device)
 
 
-def launch(operands: Operands, call: ExpertsCall, how: Plan) -> Tensor:
+def launch(operands: ExpertOperands, call: ExpertsCall, how: ExpertsLaunch) -> Tensor:
     """Launch all of Triton's kernels of one call; tensors may be on any device that Triton supports."""
     shape = checked_shape(operands, call)
     x = operands.x if operands.x.stride(1) == 1 else operands.x.contiguous()
@@ -87,7 +87,13 @@ def launch(operands: Operands, call: ExpertsCall, how: Plan) -> Tensor:
 
 
 def first_gemm(
-    x: Tensor, order: Tensor, table: Tensor, weights: StackedWeights, call: ExpertsCall, shape: Shape, how: Plan
+    x: Tensor,
+    order: Tensor,
+    table: Tensor,
+    weights: StackedWeights,
+    call: ExpertsCall,
+    shape: ExpertsShape,
+    how: ExpertsLaunch,
 ) -> Tensor:
     """[positions, I], activated. Rows of `x` are contiguous."""
     from weaveopt.ops.experts import kernels
@@ -112,8 +118,8 @@ def second_gemm(
     table: Tensor,
     weights: StackedWeights,
     out: Tensor,
-    shape: Shape,
-    how: Plan,
+    shape: ExpertsShape,
+    how: ExpertsLaunch,
     rows_of_home: int = 0,
 ) -> None:
     """Into `out` [splits, rows, H]; with `rows_of_home` `out` are addresses, each of that many rows [H]."""
@@ -132,7 +138,13 @@ def second_gemm(
 
 
 def combine(
-    results: Tensor, experts: Tensor, weights: Tensor, dtype: torch.dtype, shape: Shape, how: RowTiles, early: bool
+    results: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    dtype: torch.dtype,
+    shape: ExpertsShape,
+    how: RowTiles,
+    early: bool,
 ) -> Tensor:
     """The weighted sum over choices of `results` [splits, rows, H], in `dtype`. `experts` is contiguous."""
     from weaveopt.ops.experts import kernels
@@ -147,7 +159,7 @@ def combine(
     return y
 
 
-def route(experts: Tensor, shape: Shape, how: RowTiles, early: bool) -> tuple[Tensor, Tensor]:
+def route(experts: Tensor, shape: ExpertsShape, how: RowTiles, early: bool) -> tuple[Tensor, Tensor]:
     """Rows by expert, and the tiles they make: see `routing_kernels`. `experts` is contiguous."""
     order = experts.new_empty(shape.rows, dtype=torch.int32)
     table = experts.new_empty((how.table_rows(shape), 4), dtype=torch.int32)
@@ -158,7 +170,9 @@ def route(experts: Tensor, shape: Shape, how: RowTiles, early: bool) -> tuple[Te
     return order, table
 
 
-def sort_by_triton(experts: Tensor, shape: Shape, tile_rows: int, early: bool, order: Tensor, table: Tensor) -> None:
+def sort_by_triton(
+    experts: Tensor, shape: ExpertsShape, tile_rows: int, early: bool, order: Tensor, table: Tensor
+) -> None:
     from weaveopt.ops.experts import routing_kernels
 
     routing_kernels.route[(shape.experts,)](
@@ -168,7 +182,9 @@ def sort_by_triton(experts: Tensor, shape: Shape, tile_rows: int, early: bool, o
     )  # fmt: skip
 
 
-def sort_natively(experts: Tensor, shape: Shape, tile_rows: int, early: bool, order: Tensor, table: Tensor) -> None:
+def sort_natively(
+    experts: Tensor, shape: ExpertsShape, tile_rows: int, early: bool, order: Tensor, table: Tensor
+) -> None:
     """Sort rows by expert with the native kernels. Raises `WeaveError` if the driver refuses a kernel."""
     counts = experts.new_empty(_native.expert_row_counts(shape.rows, shape.experts), dtype=torch.int32)
     with torch.cuda.device(experts.device):

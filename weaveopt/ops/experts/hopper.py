@@ -18,10 +18,10 @@ from weaveopt.fabrics.traits import NativePart, is_built
 from weaveopt.ops.experts import gpu
 from weaveopt.ops.experts.activation import ActivationName
 from weaveopt.ops.experts.by_expert import StackedWeights
-from weaveopt.ops.experts.call import ExpertsCall, Kernels
+from weaveopt.ops.experts.call import ExpertsCall, ExpertsKernel
 from weaveopt.ops.experts.expert_ranges import StackedWeight, tensors_of
 from weaveopt.ops.experts.plan import RowTiles
-from weaveopt.ops.experts.shapes import Operands, Shape, checked_shape
+from weaveopt.ops.experts.shapes import ExpertOperands, ExpertsShape, checked_shape
 
 try:
     from weaveopt import _native
@@ -57,31 +57,31 @@ class HopperPlan(RowTiles):
     early: bool = True
 
 
-def plan(shape: Shape) -> HopperPlan:
+def plan(shape: ExpertsShape) -> HopperPlan:
     """Plan the launch for `shape`. It counts all choices as this rank's."""
     tiles = shape.rows // (shape.experts * _native.EXPERT_TILE_ROWS)
     return HopperPlan(_native.EXPERT_TILE_ROWS, group=GROUP if tiles >= GROUP else 1)
 
 
-def wide_plan(operands: Operands, shape: Shape) -> HopperPlan:
+def wide_plan(operands: ExpertOperands, shape: ExpertsShape) -> HopperPlan:
     """The launch by the kernels for many rows an expert, where they take the weights."""
     if any(weight.stride(2) != 1 for weight in (operands.gate_up, operands.down)):
         return plan(shape)
     return HopperPlan(_native.WIDE_EXPERT_TILE_ROWS, group=GROUP, wide=True)
 
 
-def one_plan(operands: Operands, shape: Shape) -> HopperPlan:
+def one_plan(operands: ExpertOperands, shape: ExpertsShape) -> HopperPlan:
     """Plan the launch of both GEMMs in one kernel, if their weights have the same layout and one range each."""
     alike = (operands.gate_up.stride(2) == 1) is (operands.down.stride(2) == 1)
     in_one = len(tensors_of(operands.gate_up)) == len(tensors_of(operands.down)) == 1
     return replace(plan(shape), one_kernel=alike and in_one)
 
 
-def plan_of(kernels: str, operands: Operands, shape: Shape) -> HopperPlan:
-    """The launch by the native kernels of that word of `Kernels`."""
-    if kernels == Kernels.ONE:
+def plan_of(kernels: str, operands: ExpertOperands, shape: ExpertsShape) -> HopperPlan:
+    """The launch by the native kernels of that word of `ExpertsKernel`."""
+    if kernels == ExpertsKernel.ONE:
         return one_plan(operands, shape)
-    return wide_plan(operands, shape) if kernels == Kernels.WIDE else plan(shape)
+    return wide_plan(operands, shape) if kernels == ExpertsKernel.WIDE else plan(shape)
 
 
 def runs_on(device: torch.device) -> bool:
@@ -96,7 +96,7 @@ def lacks_hopper() -> bool:
     return torch.cuda.is_available() and not runs_on(torch.device("cuda", torch.cuda.current_device()))
 
 
-def unsupported(operands: Operands, shape: Shape) -> str:
+def unsupported(operands: ExpertOperands, shape: ExpertsShape) -> str:
     """Reason why the kernels cannot run the call; empty if they can."""
     device = operands.x.device
     if not runs_on(device):
@@ -120,7 +120,7 @@ def unsupported(operands: Operands, shape: Shape) -> str:
     return _native.experts_unsupported(_dtype(operands.x), shape.hidden, shape.inner, reduce(or_, addresses), index)
 
 
-def launch(operands: Operands, call: ExpertsCall, how: HopperPlan) -> Tensor:
+def launch(operands: ExpertOperands, call: ExpertsCall, how: HopperPlan) -> Tensor:
     """Launch all kernels of one call. Raises `WeaveError` if the driver refuses one."""
     shape = checked_shape(operands, call)
     x = operands.x if operands.x.stride(1) == 1 else operands.x.contiguous()
@@ -138,12 +138,17 @@ def launch(operands: Operands, call: ExpertsCall, how: HopperPlan) -> Tensor:
     return gpu.combine(results, experts, operands.weights, x.dtype, shape, how, how.early)
 
 
-def routing_of(order: Tensor, table: Tensor, shape: Shape, how: HopperPlan) -> _native.ExpertRouting:
+def routing_of(order: Tensor, table: Tensor, shape: ExpertsShape, how: HopperPlan) -> _native.ExpertRouting:
     return _native.ExpertRouting(order.data_ptr(), table.data_ptr(), shape.rows, how.group, how.rows)
 
 
 def first_gemm(
-    x: Tensor, routing: _native.ExpertRouting, weights: StackedWeights, call: ExpertsCall, shape: Shape, how: HopperPlan
+    x: Tensor,
+    routing: _native.ExpertRouting,
+    weights: StackedWeights,
+    call: ExpertsCall,
+    shape: ExpertsShape,
+    how: HopperPlan,
 ) -> Tensor:
     """[positions, I], activated. Rows of `x` are contiguous."""
     inner = x.new_empty((shape.rows, shape.inner))
@@ -160,7 +165,7 @@ def first_gemm(
 
 
 def second_gemm(
-    inner: Tensor, routing: _native.ExpertRouting, weights: StackedWeights, results: Tensor, shape: Shape,
+    inner: Tensor, routing: _native.ExpertRouting, weights: StackedWeights, results: Tensor, shape: ExpertsShape,
     how: HopperPlan,
 ) -> None:  # fmt: skip
     """Into `results` [1, rows, H]."""
@@ -175,7 +180,7 @@ def second_gemm(
 
 def both_gemms(
     x: Tensor, routing: _native.ExpertRouting, weights: StackedWeights, call: ExpertsCall, results: Tensor,
-    shape: Shape, how: HopperPlan,
+    shape: ExpertsShape, how: HopperPlan,
 ) -> None:  # fmt: skip
     """Into `results` [1, rows, H], in one kernel. Rows of `x` are contiguous, and `routing` serves one call."""
     inner = x.new_empty((shape.rows, shape.inner))
@@ -198,7 +203,7 @@ def activation_number(name: str) -> int:
     return tuple(ActivationName).index(ActivationName(name))
 
 
-def expect_taken(code: int, which: str, shape: Shape) -> None:
+def expect_taken(code: int, which: str, shape: ExpertsShape) -> None:
     """Check a launch's return code. Raises `WeaveError` if the driver refused a kernel."""
     if code:
         raise WeaveError(f"moe_experts: the {which} of {shape} was refused: {_native.cuda_error_text(code)}")

@@ -8,12 +8,12 @@ import torch
 from weaveopt.ops.experts.by_expert import ranges_of, through_experts
 from weaveopt.ops.experts.call import ExpertsCall
 from weaveopt.ops.experts.expert_ranges import StackedWeight
-from weaveopt.ops.experts.shapes import Operands, checked_shape
+from weaveopt.ops.experts.shapes import ExpertOperands, checked_shape
 
 Tensor = torch.Tensor
 
 
-def on_cpu(operands: Operands, call: ExpertsCall) -> Tensor:
+def on_cpu(operands: ExpertOperands, call: ExpertsCall) -> Tensor:
     """`weave::moe_experts` on a CPU."""
     shape = checked_shape(operands, call)
     x, chosen = operands.x, operands.experts.reshape(-1)
@@ -30,7 +30,7 @@ def on_cpu(operands: Operands, call: ExpertsCall) -> Tensor:
     return combine(results.view(shape.tokens, shape.choices, shape.hidden), operands, own)
 
 
-def combine(results: Tensor, operands: Operands, own: Tensor) -> Tensor:
+def combine(results: Tensor, operands: ExpertOperands, own: Tensor) -> Tensor:
     """The weighted sum of `results` [T, k, H] over the own ones of each token's choices, in their order, in fp32."""
     tokens, choices = operands.experts.shape
     # Zero times zero: a foreign choice's weight may be anything.
@@ -41,7 +41,7 @@ def combine(results: Tensor, operands: Operands, own: Tensor) -> Tensor:
     return y.to(operands.x.dtype)
 
 
-def plain(operands: Operands, call: ExpertsCall) -> Tensor:
+def plain(operands: ExpertOperands, call: ExpertsCall) -> Tensor:
     """`weave::moe_experts` on any device, without looking at what is on it: fp32, no Triton, no tensor cores for bf16.
 
     Graph-safe: every expert multiplies every token, and what was not chosen is left out by `where`. So it costs E / k

@@ -19,19 +19,19 @@ dtype, or None; the result [T, H], contiguous. N1 is 2 * I where the call is gat
 Weights may be stored in ranges of consecutive experts: the overload `weave::moe_experts.ranges` takes a list of up to 8
 tensors [any, N1, H] of the same strides in place of `gate_up`, and another one in place of `down`. It computes the same
 as with `torch.cat` of each list, without the copy; empty ranges count for nothing, and with one range the kernels are
-those of one tensor. (`Kernels.ONE` runs the kernels of `Kernels.HOPPER` then.) Biases are one tensor. Name the overload
-in the call: torch finds it for lists by a failed try of the other one, which prints the arguments, and a CUDA graph
-captures no print.
+those of one tensor. (`ExpertsKernel.ONE` runs the kernels of `ExpertsKernel.HOPPER` then.) Biases are one tensor. Name
+the overload in the call: torch finds it for lists by a failed try of the other one, which prints the arguments, and a
+CUDA graph captures no print.
 
 A choice outside of 0 to E - 1 contributes nothing, whatever its weight. Experts that nobody chose are not read.
 
-Results are the same from call to call, bit by bit. On CPUs the library's GEMMs run, two for each expert that has
-tokens (`library.py`). On GPUs Triton kernels run for bf16 and fp16: one or two sort rows by expert, two are the GEMMs,
-one adds up. A call that names `Kernels.HOPPER`, `Kernels.ONE` or `Kernels.WIDE`, or whose table does for such a token
-count, runs native GEMMs instead, where the GPU, the build and the weights' layout allow it (`hopper.py`). Nothing waits
-for the device and sizes come from shapes alone, so calls can be captured in CUDA graphs, and what is routed where may
-change between replays. fp32, and GPUs without Triton, get the plain expression, graph-safe but with E / k times the
-arithmetic (`library.plain`).
+Results are the same from call to call, bit by bit. On CPUs the library's GEMMs run, two for each expert that has tokens
+(`library.py`). On GPUs Triton kernels run for bf16 and fp16: one or two sort rows by expert, two are the GEMMs, one
+adds up. A call that names `ExpertsKernel.HOPPER`, `ExpertsKernel.ONE` or `ExpertsKernel.WIDE`, or whose table does for
+such a token count, runs native GEMMs instead, where the GPU, the build and the weights' layout allow it (`hopper.py`).
+Nothing waits for the device and sizes come from shapes alone, so calls can be captured in CUDA graphs, and what is
+routed where may change between replays. fp32, and GPUs without Triton, get the plain expression, graph-safe but with E
+/ k times the arithmetic (`library.plain`).
 
 Raises `WeaveError` where shapes or dtypes contradict one another, or `call` is none.
 """
@@ -43,11 +43,11 @@ from collections.abc import Sequence
 import torch
 
 from weaveopt.ops.experts import gpu, hopper
-from weaveopt.ops.experts.call import ExpertsCall, Kernels, decode
+from weaveopt.ops.experts.call import ExpertsCall, ExpertsKernel, decode
 from weaveopt.ops.experts.expert_ranges import joined
 from weaveopt.ops.experts.library import on_cpu, plain
 from weaveopt.ops.experts.plan import plan
-from weaveopt.ops.experts.shapes import Operands, checked_shape
+from weaveopt.ops.experts.shapes import ExpertOperands, checked_shape
 
 Tensor = torch.Tensor
 
@@ -62,7 +62,7 @@ def _moe_experts(
     down_bias: Tensor | None,
     call: str,
 ) -> Tensor:
-    operands = Operands(x, experts, weights, gate_up, gate_up_bias, down, down_bias)
+    operands = ExpertOperands(x, experts, weights, gate_up, gate_up_bias, down, down_bias)
     with torch._C._AutoDispatchBelowAutograd():
         return _on_gpu(operands, decode(call)) if x.is_cuda else on_cpu(operands, decode(call))
 
@@ -77,18 +77,18 @@ def _moe_experts_of_ranges(
     down_bias: Tensor | None,
     call: str,
 ) -> Tensor:
-    operands = Operands(x, experts, weights, joined(gate_up), gate_up_bias, joined(down), down_bias)
+    operands = ExpertOperands(x, experts, weights, joined(gate_up), gate_up_bias, joined(down), down_bias)
     with torch._C._AutoDispatchBelowAutograd():
         return _on_gpu(operands, decode(call)) if x.is_cuda else on_cpu(operands, decode(call))
 
 
-def _on_gpu(operands: Operands, call: ExpertsCall) -> torch.Tensor:
+def _on_gpu(operands: ExpertOperands, call: ExpertsCall) -> torch.Tensor:
     """`weave::moe_experts` on a GPU."""
     shape = checked_shape(operands, call)
     if not gpu.has_kernels(operands, shape):
         return plain(operands, call)
     kernels = call.kernels_at(shape.tokens)
-    if kernels != Kernels.TRITON and not hopper.unsupported(operands, shape):
+    if kernels != ExpertsKernel.TRITON and not hopper.unsupported(operands, shape):
         return hopper.launch(operands, call, hopper.plan_of(kernels, operands, shape))
     return gpu.launch(operands, call, plan(shape, gpu.num_sms(operands.x.device), call.gated))
 
@@ -103,7 +103,7 @@ def _fake(
     down_bias: Tensor | None,
     call: str,
 ) -> Tensor:
-    checked_shape(Operands(x, experts, weights, gate_up, gate_up_bias, down, down_bias), decode(call))
+    checked_shape(ExpertOperands(x, experts, weights, gate_up, gate_up_bias, down, down_bias), decode(call))
     return x.new_empty(x.shape)
 
 
@@ -117,7 +117,7 @@ def _fake_of_ranges(
     down_bias: Tensor | None,
     call: str,
 ) -> Tensor:
-    operands = Operands(x, experts, weights, joined(gate_up), gate_up_bias, joined(down), down_bias)
+    operands = ExpertOperands(x, experts, weights, joined(gate_up), gate_up_bias, joined(down), down_bias)
     checked_shape(operands, decode(call))
     return x.new_empty(x.shape)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from weaveopt.ops.experts.shapes import Shape
+from weaveopt.ops.experts.shapes import ExpertsShape
 
 LEAST_ROWS, MOST_ROWS = 16, 128
 """Smallest and largest number of rows of a tile: the minimum of a GEMM instruction, and the rows that one program's
@@ -42,7 +42,7 @@ SHARED_MEMORY = 227 * 1024
 
 
 @dataclass(frozen=True)
-class Tile:
+class ExpertTile:
     """One program of a GEMM."""
 
     columns: int
@@ -68,12 +68,12 @@ class RowTiles:
     early: bool
     """Kernels are launched while the one before still runs, and wait on the device, where that can do it."""
 
-    def max_tiles(self, shape: Shape) -> int:
+    def max_tiles(self, shape: ExpertsShape) -> int:
         """No routing needs more: a tile for each expert that has rows, and one for each further `rows` rows."""
         active = min(shape.experts, shape.rows)
         return active + (shape.rows - active) // self.rows
 
-    def table_rows(self, shape: Shape) -> int:
+    def table_rows(self, shape: ExpertsShape) -> int:
         """Rows, of 4 numbers each, in the routing kernels' table: a header, one for each tile, and a number for each
         tile."""
         tiles = self.max_tiles(shape)
@@ -81,12 +81,12 @@ class RowTiles:
 
 
 @dataclass(frozen=True)
-class Plan(RowTiles):
+class ExpertsLaunch(RowTiles):
     """One call of Triton's kernels."""
 
     rows: int
-    gate_up: Tile
-    down: Tile
+    gate_up: ExpertTile
+    down: ExpertTile
     splits: int = 1
     """Programs that share the depth of a tile of the second GEMM."""
     group: int = 8
@@ -95,35 +95,35 @@ class Plan(RowTiles):
     early: bool = True
 
 
-def plan(shape: Shape, num_sms: int, gated: bool = True) -> Plan:
+def plan(shape: ExpertsShape, num_sms: int, gated: bool = True) -> ExpertsLaunch:
     """Plan the launch for `shape`. It counts all choices as this rank's: only the device knows how many are not."""
     how = _plan(shape, num_sms)
     # Without a gate, twice the columns are as many rows of the weight.
     return how if gated else replace(how, gate_up=replace(how.gate_up, columns=2 * how.gate_up.columns))
 
 
-def _plan(shape: Shape, num_sms: int) -> Plan:
+def _plan(shape: ExpertsShape, num_sms: int) -> ExpertsLaunch:
     rows = _rows(shape)
     active = min(shape.experts, shape.rows)
     if rows > FEW_ROWS:
         if shape.transposed:
             # Weights as the left operand, which may have either layout in shared memory.
             rows = TRANSPOSED_ROWS
-            gate_up, down = Tile(64, 64, 8, 4, swap=True), Tile(128, 64, 8, 4, swap=True)
+            gate_up, down = ExpertTile(64, 64, 8, 4, swap=True), ExpertTile(128, 64, 8, 4, swap=True)
         elif rows < MOST_ROWS:
-            gate_up, down = Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)
+            gate_up, down = ExpertTile(64, 64, 4, 4), ExpertTile(128, 64, 4, 4)
         else:
-            gate_up, down = Tile(128, 64, 8, 4), Tile(256, 64, 8, 4)
-        return Plan(rows, gate_up, down, combine_columns=2048)
-    gate_up = Tile(32, 128, 4, 4)
+            gate_up, down = ExpertTile(128, 64, 8, 4), ExpertTile(256, 64, 8, 4)
+        return ExpertsLaunch(rows, gate_up, down, combine_columns=2048)
+    gate_up = ExpertTile(32, 128, 4, 4)
     if active * -(-shape.inner // gate_up.columns) < LEAST_WAVES * RESIDENT * num_sms:
-        gate_up = Tile(16, 256, 4, 4)
-    down = Tile(64, 128, 4, 4)
+        gate_up = ExpertTile(16, 256, 4, 4)
+    down = ExpertTile(64, 128, 4, 4)
     splits = even_splits(active * -(-shape.hidden // down.columns), shape.inner, RESIDENT * num_sms)
-    return Plan(rows, gate_up, down, splits, combine_columns=512)
+    return ExpertsLaunch(rows, gate_up, down, splits, combine_columns=512)
 
 
-def _rows(shape: Shape) -> int:
+def _rows(shape: ExpertsShape) -> int:
     return min(max(power_of_two(int(ROOM * shape.rows / shape.experts)), LEAST_ROWS), MOST_ROWS)
 
 
@@ -147,22 +147,23 @@ def power_of_two(least: int) -> int:
 
 
 FEW_TILES = (
-    Tile(32, 128, 4, 4), Tile(32, 128, 4, 5), Tile(16, 256, 4, 4), Tile(16, 128, 4, 6), Tile(64, 64, 4, 5),
-    Tile(64, 128, 4, 3), Tile(32, 256, 8, 3), Tile(128, 64, 8, 4), Tile(32, 64, 4, 6), Tile(32, 64, 2, 6),
+    ExpertTile(32, 128, 4, 4), ExpertTile(32, 128, 4, 5), ExpertTile(16, 256, 4, 4), ExpertTile(16, 128, 4, 6),
+    ExpertTile(64, 64, 4, 5), ExpertTile(64, 128, 4, 3), ExpertTile(32, 256, 8, 3), ExpertTile(128, 64, 8, 4),
+    ExpertTile(32, 64, 4, 6), ExpertTile(32, 64, 2, 6),
 )  # fmt: skip
 MANY_TILES = (
-    Tile(128, 64, 8, 4), Tile(128, 64, 8, 3), Tile(64, 64, 4, 4), Tile(64, 64, 8, 4), Tile(64, 128, 4, 3),
-    Tile(128, 32, 8, 5), Tile(64, 64, 4, 3),
+    ExpertTile(128, 64, 8, 4), ExpertTile(128, 64, 8, 3), ExpertTile(64, 64, 4, 4), ExpertTile(64, 64, 8, 4),
+    ExpertTile(64, 128, 4, 3), ExpertTile(128, 32, 8, 5), ExpertTile(64, 64, 4, 3),
 )  # fmt: skip
 
 
-def candidates(shape: Shape, num_sms: int) -> tuple[Plan, ...]:
+def candidates(shape: ExpertsShape, num_sms: int) -> tuple[ExpertsLaunch, ...]:
     """Launches that a sweep of gated experts tries: the planned one first, then variations of it, each once."""
     planned = plan(shape, num_sms)
     return tuple(dict.fromkeys((planned, *_changes(planned, shape))))
 
 
-def _changes(planned: Plan, shape: Shape) -> Iterator[Plan]:
+def _changes(planned: ExpertsLaunch, shape: ExpertsShape) -> Iterator[ExpertsLaunch]:
     """Every tile for each number of rows near the planned one, then one change at a time."""
     for rows in (planned.rows, planned.rows // 2, planned.rows * 2):
         if not LEAST_ROWS <= rows <= MOST_ROWS:

@@ -6,12 +6,12 @@ import torch
 
 from weaveopt.ops.experts.call import ExpertsCall
 from weaveopt.ops.experts.expert_ranges import whole
-from weaveopt.ops.experts.shapes import Operands, checked_shape
+from weaveopt.ops.experts.shapes import ExpertOperands, checked_shape
 
 Tensor = torch.Tensor
 
 
-def reference(operands: Operands, call: ExpertsCall) -> Tensor:
+def reference(operands: ExpertOperands, call: ExpertsCall) -> Tensor:
     """Result of one call, rounded to x's dtype after each GEMM: after the activation, and after the second
     GEMM's bias."""
     shape = checked_shape(operands, call)

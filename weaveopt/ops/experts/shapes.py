@@ -17,7 +17,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
-class Shape:
+class ExpertsShape:
     """Sizes of one call."""
 
     tokens: int
@@ -38,7 +38,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Operands:
+class ExpertOperands:
     """The tensors of one call."""
 
     x: Tensor
@@ -54,7 +54,7 @@ class Operands:
         return StackedWeights(self.gate_up, self.gate_up_bias, self.down, self.down_bias)
 
 
-def checked_shape(operands: Operands, call: ExpertsCall) -> Shape:
+def checked_shape(operands: ExpertOperands, call: ExpertsCall) -> ExpertsShape:
     """The call's sizes. Raises `WeaveError` where operands contradict one another."""
     x, experts, weights = operands.x, operands.experts, operands.weights
     gate_up, down = operands.gate_up, operands.down
@@ -94,4 +94,4 @@ def checked_shape(operands: Operands, call: ExpertsCall) -> Shape:
             f"{experts.dtype} and {weights.dtype}"
         )
     transposed = operands.gate_up.stride(1) == 1 != operands.gate_up.stride(2)
-    return Shape(tokens, choices, num_experts, hidden, inner, transposed)
+    return ExpertsShape(tokens, choices, num_experts, hidden, inner, transposed)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from weaveopt.cost_model import Gemm, Machine, gemm_us, measured_parts_us
 from weaveopt.cost_model.tile_config import TileConfig
-from weaveopt.fabrics.reaching import not_measured, reaching, world_refused
+from weaveopt.fabrics.fabric_eligibility import eligible_fabrics, not_measured, world_refused
 from weaveopt.fabrics.topology import Topology
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term, Values
 from weaveopt.records.site import TokenCounts
@@ -22,7 +22,7 @@ Rejections = tuple[Rejection, ...]
 
 
 @dataclass(frozen=True)
-class Lowered:
+class GemmCommPlan:
     """Plan of a candidate, as a rule keeps it until the rewrite."""
 
     fabric: Fabric
@@ -33,10 +33,10 @@ class Lowered:
     """GEMMs and exchange, one after the other; none of a kernel that does both."""
 
 
-Found = tuple[Candidate, Lowered]
+Found = tuple[Candidate, GemmCommPlan]
 
 
-class Work(Protocol):
+class GemmCommWork(Protocol):
     """Work of an operation on every rank, at the hint."""
 
     @property
@@ -54,11 +54,11 @@ class Work(Protocol):
 
 
 @dataclass(frozen=True)
-class Priced:
+class PricedOperation:
     """An operation whose candidates are priced: for which rule, at which token counts, on which machine."""
 
     rule: str
-    work: Work
+    work: GemmCommWork
     tokens: TokenCounts
     machine: Machine
     exchange: str
@@ -78,7 +78,7 @@ class Priced:
         parameters = (*self.parameters, ("max_tokens", self.tokens.most))
         candidate = Candidate(self.rule, fabric, variant, parameters, estimate, reasons)
         tasks = () if estimate is None or parts is None else self._tasks(estimate, sum(parts))
-        return candidate, Lowered(fabric, self.tokens.most, tasks=tasks)
+        return candidate, GemmCommPlan(fabric, self.tokens.most, tasks=tasks)
 
     def _tasks(self, estimate: Estimate, exchange_us: float) -> tuple[Task, Task]:
         """The exchange, and everything else of the estimate, in the order in which they run."""
@@ -89,7 +89,7 @@ class Priced:
 
     def refused(self, fabric: Fabric, variant: str, reasons: Rejections) -> Found:
         """Candidate with a kernel that does not run here."""
-        return Candidate(self.rule, fabric, variant, rejections=reasons), Lowered(fabric, self.tokens.most)
+        return Candidate(self.rule, fabric, variant, rejections=reasons), GemmCommPlan(fabric, self.tokens.most)
 
     def overlapped(
         self,
@@ -106,18 +106,18 @@ class Priced:
         cut, estimate = found
         parameters = (*parameters_of(cut), ("max_tokens", self.tokens.most))
         candidate = Candidate(self.rule, fabric, variant, parameters, estimate)
-        return candidate, Lowered(fabric, self.tokens.most, str(cut))
+        return candidate, GemmCommPlan(fabric, self.tokens.most, str(cut))
 
 
 def on_fabrics(
-    priced: Priced,
+    priced: PricedOperation,
     kernels: Collection[Fabric],
     topology: Topology,
     usable_only: bool,
     on_gpus: Callable[[Rejections], Sequence[Found]],
 ) -> Iterator[Found]:
     """Candidates on every fabric; `on_gpus` makes those of GPUs, from the rejections that hold for all of them."""
-    for fabric, unreachable in reaching(topology, priced.machine, kernels):
+    for fabric, unreachable in eligible_fabrics(topology, priced.machine, kernels):
         if unreachable or fabric is not Fabric.PEER:
             found: Sequence[Found] = [priced.in_turn(fabric, "", unreachable)]
         else:
@@ -127,7 +127,7 @@ def on_fabrics(
                 yield candidate, lowered
 
 
-def with_gemms(machine: Machine, work: Work, uncertain: tuple[Term, ...]) -> Estimate:
+def with_gemms(machine: Machine, work: GemmCommWork, uncertain: tuple[Term, ...]) -> Estimate:
     """Estimate of `gemm`, the library's GEMMs, and then of `uncertain`.
 
     The GEMMs are the same with and without a rewrite, so their error cancels in a saving and is left out.

@@ -36,10 +36,10 @@ from weaveopt.errors import WeaveError
 from weaveopt.fabrics.traits import TRAITS
 from weaveopt.ops.reduction.call import ReductionCall, decode
 from weaveopt.ops.reduction.in_flight import Ended, Flight, Starter, empty_results, start_library
-from weaveopt.ops.reduction.operands import Argument, Operands, split
+from weaveopt.ops.reduction.operands import Argument, EpilogueOperands, split
 from weaveopt.ops.reduction.peer_flight import NvshmemStarter, PeerStarter
 from weaveopt.ops.reduction.reference import through_library
-from weaveopt.ops.reduction.shm import ShmSite
+from weaveopt.ops.reduction.shm import ShmReduction
 from weaveopt.ops.reduction.tcp import TcpSite
 from weaveopt.records.candidate import Fabric
 
@@ -47,7 +47,7 @@ Tensor = torch.Tensor
 
 OP = "all_reduce_norm_begin"
 STARTERS: Mapping[Fabric, type[Starter]] = MappingProxyType({
-    Fabric.SHM: ShmSite,
+    Fabric.SHM: ShmReduction,
     Fabric.TCP: TcpSite,
     Fabric.PEER: PeerStarter,
     Fabric.MULTIMEM: PeerStarter,
@@ -74,7 +74,7 @@ def _forget(device: str, text: str) -> None:
     _bound[device].pop(text, None)
 
 
-def _start(device: str, partial: Tensor, operands: Operands, text: str) -> Flight:
+def _start(device: str, partial: Tensor, operands: EpilogueOperands, text: str) -> Flight:
     call = decode(text)
     site = _bound[device].get(text) or _bind(device, text, call)
     flight = None if site is None else site.start(partial, operands)

@@ -30,7 +30,7 @@ from weaveopt.ops.reduction.native import host_transfer, kernel_name, out_kind
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, Lifetime, MemoryPlan, PlacedBuffer
-from weaveopt.solver.placement import Request, arena_bytes, place
+from weaveopt.solver.placement import PlacementRequest, arena_bytes, place
 from weaveopt.wording import counted
 
 try:
@@ -60,7 +60,7 @@ class RowFormat:
 
 
 @dataclass(frozen=True)
-class Range:
+class ByteRange:
     """Bytes of an arena, counted from the end of its header."""
 
     offset: int
@@ -154,7 +154,9 @@ def memory_plan(group: str, calls: Sequence[ReductionCall]) -> MemoryPlan:
     """The plan of calls that follow one another in `group`, for use without a graph: transient buffers are
     at offset 0."""
     requests = [
-        Request(call.site, buffer, index, index) for index, call in enumerate(calls) for buffer in buffers_of_call(call)
+        PlacementRequest(call.site, buffer, index, index)
+        for index, call in enumerate(calls)
+        for buffer in buffers_of_call(call)
     ]
     placed = place(requests)
     fabric = arena_fabric(call.fabric for call in calls if call.fabric in FEATURES)
@@ -162,7 +164,7 @@ def memory_plan(group: str, calls: Sequence[ReductionCall]) -> MemoryPlan:
     return MemoryPlan(group, fabric, header_bytes(fabric) + arena_bytes(placed), placed, wiring=tuple(wiring))
 
 
-def locate(call: ReductionCall, layout: Layout) -> dict[str, Range]:
+def locate(call: ReductionCall, layout: Layout) -> dict[str, ByteRange]:
     """Ranges of the call's buffers in an arena of `layout`, by the kernels' names. Raises `ArenaError` if one does not
     fit."""
     transient = {PARTIAL: call.partial_offset, OUTPUT: call.output_offset}
@@ -171,10 +173,10 @@ def locate(call: ReductionCall, layout: Layout) -> dict[str, Range]:
     for need in buffers_of_call(call):
         if need.lifetime is Lifetime.ARENA:
             buffer = layout.buffer(need.name)
-            at = Range(buffer.offset, buffer.num_bytes)
+            at = ByteRange(buffer.offset, buffer.num_bytes)
         else:
             offset = layout.transient_begin + transient[need.name]
-            at = Range(offset, layout.num_bytes - offset)
+            at = ByteRange(offset, layout.num_bytes - offset)
         if at.num_bytes < need.num_bytes:
             raise ArenaError(
                 f"site {call.site}: its {need.name} of {need.num_bytes} bytes does not fit the arena of group "

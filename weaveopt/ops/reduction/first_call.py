@@ -17,8 +17,8 @@ from weaveopt.fabrics.peer import PeerArena
 from weaveopt.fabrics.topology import Group
 from weaveopt.ops.reduction.buffers import memory_plan
 from weaveopt.ops.reduction.call import ReductionCall
-from weaveopt.ops.reduction.operands import Operands, QuantResults
-from weaveopt.ops.reduction.peer import PeerSite
+from weaveopt.ops.reduction.operands import EpilogueOperands, QuantResults
+from weaveopt.ops.reduction.peer import PeerReduction
 from weaveopt.ops.reduction.reference import reference_quant
 from weaveopt.ops.reduction.variant import OP, Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
@@ -81,23 +81,23 @@ class _Prepared:
     """One call with what it takes and what has to come of it."""
 
     call: ReductionCall
-    site: PeerSite
+    site: PeerReduction
     partial: Tensor
     expected: QuantResults
 
     @staticmethod
     def of(call: ReductionCall, arena: PeerArena) -> _Prepared:
-        site = PeerSite.bound_to(arena, call, call.encode(), OP, lambda: None)
+        site = PeerReduction.bound_to(arena, call, call.encode(), OP, lambda: None)
         launch = site.launch(_TOKENS)
         if launch is None:
             raise WeaveError(f"{call.site}: the GPU does not run the kernel")
         device = arena.tensor(0, (1,), torch.uint8).device
         partials = [_partial(rank, call.dtype).to(device) for rank in range(call.world)]
-        return _Prepared(call, site, partials[arena.group.rank], reference_quant(partials, Operands(), call))
+        return _Prepared(call, site, partials[arena.group.rank], reference_quant(partials, EpilogueOperands(), call))
 
     def wrong(self) -> str:
         """Runs the call: how its results differ from the reference; empty where they do not."""
-        results = self.site.run(self.partial, Operands())
+        results = self.site.run(self.partial, EpilogueOperands())
         if results is None:
             return f"{self.call.site}: the kernel did not run"
         normalized, total, row_scale = self.expected

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import topology
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
-from weaveopt.ops.reduction.operands import Operands, QuantResults
+from weaveopt.ops.reduction.operands import EpilogueOperands, QuantResults
 from weaveopt.ops.reduction.reference import finish, row_scale_shape, through_library
 
 Tensor = torch.Tensor
@@ -38,7 +38,7 @@ class Starter(Protocol):
         """As `BoundSite.bind`."""
         ...
 
-    def start(self, partial: Tensor, operands: Operands) -> Flight | None:
+    def start(self, partial: Tensor, operands: EpilogueOperands) -> Flight | None:
         """Begin the call on the rows of `partial`. None: the library has to run, and no other call is in flight in a
         way that it could be blocked by."""
         ...
@@ -58,7 +58,7 @@ class Ended:
 class LibraryFlight:
     """A call through the library: its all-reduce is in flight, and the rest runs at the end, on the current stream."""
 
-    def __init__(self, partial: Tensor, operands: Operands, call: ReductionCall) -> None:
+    def __init__(self, partial: Tensor, operands: EpilogueOperands, call: ReductionCall) -> None:
         assert not call.residual_sharded, f"site {call.site}: a second all-reduce follows the first one"
         self._sum = partial.clone(memory_format=torch.contiguous_format)
         self._operands, self._call = operands, call
@@ -72,20 +72,20 @@ class LibraryFlight:
             result.copy_(value)
 
 
-def start_library(partial: Tensor, operands: Operands, call: ReductionCall) -> Flight:
+def start_library(partial: Tensor, operands: EpilogueOperands, call: ReductionCall) -> Flight:
     """Begin a call through the library. One whose residual is sharded needs two collectives, and runs at once."""
     if call.residual_sharded:
         return Ended(through_library(partial.clone(memory_format=torch.contiguous_format), operands, call))
     return LibraryFlight(partial, operands, call)
 
 
-def result_shape(shape: torch.Size | tuple[int, ...], operands: Operands) -> torch.Size | tuple[int, ...]:
+def result_shape(shape: torch.Size | tuple[int, ...], operands: EpilogueOperands) -> torch.Size | tuple[int, ...]:
     """Shape of the results: the residual's, if there is one."""
     return shape if operands.residual is None else operands.residual.shape
 
 
 def empty_results(
-    like: Tensor, shape: torch.Size | tuple[int, ...], operands: Operands, call: ReductionCall
+    like: Tensor, shape: torch.Size | tuple[int, ...], operands: EpilogueOperands, call: ReductionCall
 ) -> QuantResults:
     """normalized, sum and row_scale of a partial result [`shape`], not computed; `like` has its dtype and device."""
     if like.dtype is not getattr(torch, call.dtype):

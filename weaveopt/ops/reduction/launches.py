@@ -21,7 +21,7 @@ NO_KERNEL = -1
 
 
 @dataclass(frozen=True)
-class Launch:
+class ReductionLaunch:
     """A row of the run-time table as it is launched."""
 
     max_tokens: int
@@ -39,7 +39,7 @@ class Launch:
 class Piece(NamedTuple):
     """Tokens that one kernel takes."""
 
-    launch: Launch
+    launch: ReductionLaunch
     first: int
     num_tokens: int
 

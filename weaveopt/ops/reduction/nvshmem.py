@@ -12,11 +12,11 @@ from weaveopt.fabrics import watchdog
 from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.peer import PeerArena
 from weaveopt.fabrics.traits import header_bytes
-from weaveopt.ops.reduction.buffers import HOST_BUFFERS, Range, expect_world, locate
+from weaveopt.ops.reduction.buffers import HOST_BUFFERS, ByteRange, expect_world, locate
 from weaveopt.ops.reduction.call import ReductionCall
-from weaveopt.ops.reduction.launches import Launch
+from weaveopt.ops.reduction.launches import ReductionLaunch
 from weaveopt.ops.reduction.native import host_transfer, native_norm, out_kind
-from weaveopt.ops.reduction.peer import PeerSite
+from weaveopt.ops.reduction.peer import PeerReduction
 from weaveopt.ops.reduction.variant import KernelRow
 from weaveopt.wording import counted
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from weaveopt import _nvshmem
 
 
-class NvshmemSite(PeerSite):
+class NvshmemSite(PeerReduction):
     """One site, ready to run."""
 
     __slots__ = ()
@@ -62,11 +62,13 @@ class NvshmemSite(PeerSite):
         return NvshmemSite(call, native, memory, f"weave::{op} at site {call.site}, group {call.group!r}, rank {rank}")
 
     @staticmethod
-    def launch_of(call: ReductionCall, row: KernelRow, memory: PeerArena) -> Launch:
+    def launch_of(call: ReductionCall, row: KernelRow, memory: PeerArena) -> ReductionLaunch:
         """How calls of up to as many tokens as `row` says run. Raises `WeaveError` for another kernel."""
         transfer = host_transfer(row)
         why = arena.module().doubling_unsupported(getattr(_native.DType, call.dtype), call.hidden, memory.device)
-        return Launch(row.max_tokens, int(transfer), row.num_ctas, in_place=False, aliases_arena=False, unsupported=why)
+        return ReductionLaunch(
+            row.max_tokens, int(transfer), row.num_ctas, in_place=False, aliases_arena=False, unsupported=why
+        )
 
 
 def native_site(call: ReductionCall, tag: int, layout: Layout, hosts: Sequence[Sequence[int]]) -> _nvshmem.HostsSite:
@@ -85,6 +87,6 @@ def native_site(call: ReductionCall, tag: int, layout: Layout, hosts: Sequence[S
     site.timeout_s = call.timeout_s
     header, found = header_bytes(call.fabric), locate(call, layout)
     for name in HOST_BUFFERS:
-        at = found.get(name, Range(0, 0))
+        at = found.get(name, ByteRange(0, 0))
         setattr(site.places, name.removeprefix("host_"), arena.module().HostsPlace(header + at.offset, at.num_bytes))
     return site

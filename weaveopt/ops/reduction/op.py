@@ -44,10 +44,10 @@ from weaveopt.ops.reduction.call import ReductionCall, decode
 from weaveopt.ops.reduction.first_call import MulticastCalls
 from weaveopt.ops.reduction.in_flight import empty_results, no_scale
 from weaveopt.ops.reduction.nvshmem import NvshmemSite
-from weaveopt.ops.reduction.operands import Argument, Gemm, Operands, QuantResults, Results, split
-from weaveopt.ops.reduction.peer import PeerSite
+from weaveopt.ops.reduction.operands import Argument, DeferredGemm, EpilogueOperands, QuantResults, Results, split
+from weaveopt.ops.reduction.peer import PeerReduction
 from weaveopt.ops.reduction.reference import through_library
-from weaveopt.ops.reduction.shm import ShmSite
+from weaveopt.ops.reduction.shm import ShmReduction
 from weaveopt.ops.reduction.tcp import TcpSite
 from weaveopt.records.candidate import Fabric
 
@@ -64,36 +64,38 @@ _QUANT_REST = _REST.replace("str call", "Tensor? quant_scale, str call").replace
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
 
-class BoundSite(Protocol):
+class BoundReduction(Protocol):
     """A call bound to the arena of its group."""
 
     @staticmethod
-    def bind(call: ReductionCall, text: str, op: str, forget: Callable[[], None]) -> BoundSite:
+    def bind(call: ReductionCall, text: str, op: str, forget: Callable[[], None]) -> BoundReduction:
         """`call`, encoded as `text`, of the operator `op`; `forget` runs when the arena goes.
 
         Raises `ArenaError` if no arena was reserved or the call does not fit it.
         """
         ...
 
-    def run(self, partial: Tensor | Gemm, operands: Operands) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    def run(
+        self, partial: Tensor | DeferredGemm, operands: EpilogueOperands
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """normalized, sum, and row_scale where there is one; None where the library has to run."""
         ...
 
 
-SITES: Mapping[Fabric, type[BoundSite]] = MappingProxyType({
-    Fabric.SHM: ShmSite,
+SITES: Mapping[Fabric, type[BoundReduction]] = MappingProxyType({
+    Fabric.SHM: ShmReduction,
     Fabric.TCP: TcpSite,
-    Fabric.PEER: PeerSite,
-    Fabric.MULTIMEM: PeerSite,
+    Fabric.PEER: PeerReduction,
+    Fabric.MULTIMEM: PeerReduction,
     Fabric.NVSHMEM: NvshmemSite,
 })  # fmt: skip
 """Implementation of a call by fabric; the library's is not bound to an arena."""
 
-_bound: Mapping[str, dict[str, BoundSite]] = MappingProxyType({"cpu": {}, "cuda": {}})
+_bound: Mapping[str, dict[str, BoundReduction]] = MappingProxyType({"cpu": {}, "cuda": {}})
 """Sites by device and encoded call, bound to the arena that they ran in last."""
 
 
-def _bind(device: str, call: str, op: str) -> BoundSite | None:
+def _bind(device: str, call: str, op: str) -> BoundReduction | None:
     """The bound site; None where the library runs, as for tensors of a device that the fabric does not join."""
     decoded = decode(call)
     kind = SITES.get(decoded.fabric)
@@ -108,13 +110,15 @@ def _forget(device: str, call: str) -> None:
 
 
 def _run(
-    device: str, op: str, partial: Tensor | Gemm, operands: Operands, call: str
+    device: str, op: str, partial: Tensor | DeferredGemm, operands: EpilogueOperands, call: str
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     site = _bound[device].get(call) or _bind(device, call, op)
     results = None if site is None else site.run(partial, operands)
     if results is not None:
         return results
-    own = partial.compute() if isinstance(partial, Gemm) else partial.clone(memory_format=torch.contiguous_format)
+    own = (
+        partial.compute() if isinstance(partial, DeferredGemm) else partial.clone(memory_format=torch.contiguous_format)
+    )
     return through_library(own, operands, decode(call))
 
 
@@ -125,7 +129,7 @@ def _all_reduce_norm(device: str, partial: Tensor, *rest: Argument) -> Results:
 def _mm_all_reduce_norm(device: str, a: Tensor, b: Tensor, addend: Tensor | None, *rest: Argument) -> Results:
     # Below autograd: the GEMM goes into an `out=`, which autograd refuses for inputs that require gradients.
     with torch._C._AutoDispatchBelowAutograd():
-        return _run(device, "mm_all_reduce_norm", Gemm(a, b, addend), *split(rest))[:2]
+        return _run(device, "mm_all_reduce_norm", DeferredGemm(a, b, addend), *split(rest))[:2]
 
 
 def _all_reduce_norm_quant(device: str, partial: Tensor, *rest: Argument) -> QuantResults:

@@ -17,7 +17,7 @@ QuantResults = tuple[Tensor, Tensor, Tensor]
 """normalized, sum, row_scale."""
 
 
-class Gemm(NamedTuple):
+class DeferredGemm(NamedTuple):
     """`partial = a @ b (+ addend)`, not computed yet: [tokens, k] @ [k, hidden]."""
 
     a: Tensor
@@ -37,7 +37,7 @@ class Gemm(NamedTuple):
         return torch.addmm(self.addend, self.a, self.b, out=out)
 
 
-class Operands(NamedTuple):
+class EpilogueOperands(NamedTuple):
     """Operands of the computation after the reduction; every one is optional. Vectors are [hidden], scales []."""
 
     reduced_bias: Tensor | None = None
@@ -70,6 +70,6 @@ class Operands(NamedTuple):
         )
 
 
-def split(rest: tuple[Argument, ...]) -> tuple[Operands, str]:
+def split(rest: tuple[Argument, ...]) -> tuple[EpilogueOperands, str]:
     """The schema's arguments after the first ones: the operands in their order, then the encoded call."""
-    return Operands(*rest[:-1]), rest[-1]  # type: ignore[arg-type, return-value]
+    return EpilogueOperands(*rest[:-1]), rest[-1]  # type: ignore[arg-type, return-value]

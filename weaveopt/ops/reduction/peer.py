@@ -19,11 +19,11 @@ from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.native_record import NativeRecord
 from weaveopt.fabrics.peer import PeerArena
 from weaveopt.fabrics.traits import TRAITS, header_bytes
-from weaveopt.ops.reduction.buffers import MAILBOXES, OUTPUT, PARTIAL, STAGING, Range, expect_world, locate
+from weaveopt.ops.reduction.buffers import MAILBOXES, OUTPUT, PARTIAL, STAGING, ByteRange, expect_world, locate
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
-from weaveopt.ops.reduction.launches import NO_KERNEL, VECTOR_BYTES, Launch, Piece, Prepared, Returned, Tiled
+from weaveopt.ops.reduction.launches import NO_KERNEL, VECTOR_BYTES, Piece, Prepared, ReductionLaunch, Returned, Tiled
 from weaveopt.ops.reduction.native import kernel_name, native_norm, out_kind
-from weaveopt.ops.reduction.operands import Gemm, Operands
+from weaveopt.ops.reduction.operands import DeferredGemm, EpilogueOperands
 from weaveopt.ops.reduction.reference import row_scale_shape
 from weaveopt.ops.reduction.replication import Replication
 from weaveopt.ops.reduction.variant import KernelRow, Transfer
@@ -40,7 +40,7 @@ _SCALE, _QUANT_SCALE = 5, 6
 """Their bits in the mask of fp32 parameters, after the five of a row's length."""
 
 
-class PeerSite:
+class PeerReduction:
     """One site, ready to run. Everything that does not change from call to call is an attribute."""
 
     __slots__ = (
@@ -93,15 +93,17 @@ class PeerSite:
             self._aliased = memory.tensor(buffers[OUTPUT].offset, shape, self._normalized_dtype)
 
     @staticmethod
-    def bind(call: ReductionCall, text: str, op: str, forget: Callable[[], None]) -> PeerSite:
+    def bind(call: ReductionCall, text: str, op: str, forget: Callable[[], None]) -> PeerReduction:
         """`call`, encoded as `text`, in the arena that its group has now; `forget` runs when that one goes.
 
         Raises `ArenaError` if the fabric has no arena, none was reserved or the call does not fit it.
         """
-        return PeerSite.bound_to(arena.of(call.group), call, text, op, forget)
+        return PeerReduction.bound_to(arena.of(call.group), call, text, op, forget)
 
     @staticmethod
-    def bound_to(memory: PeerArena, call: ReductionCall, text: str, op: str, forget: Callable[[], None]) -> PeerSite:
+    def bound_to(
+        memory: PeerArena, call: ReductionCall, text: str, op: str, forget: Callable[[], None]
+    ) -> PeerReduction:
         """`call` in an arena that is no group's yet, or in the one that is. Raises as `bind` does."""
         expect_world(call, memory.group)
         if call.max_tokens > watchdog.MAX_TOKENS:
@@ -117,10 +119,12 @@ class PeerSite:
         watchdog.name_site(site.tag, watchdog.NamedSite(op, call.site, call.timeout_s))
         memory.at_close(forget)
         rank = memory.group.ranks[memory.group.rank]
-        return PeerSite(call, native, memory, f"weave::{op} at site {call.site}, group {call.group!r}, rank {rank}")
+        return PeerReduction(
+            call, native, memory, f"weave::{op} at site {call.site}, group {call.group!r}, rank {rank}"
+        )
 
     @staticmethod
-    def launch_of(call: ReductionCall, row: KernelRow, memory: PeerArena) -> Launch:
+    def launch_of(call: ReductionCall, row: KernelRow, memory: PeerArena) -> ReductionLaunch:
         """How calls of up to as many tokens as `row` says run. Raises `WeaveError` where no kernel does that."""
         return _launch(call, row, memory.device)
 
@@ -133,7 +137,7 @@ class PeerSite:
     def hidden(self) -> int:
         return self._hidden
 
-    def launch(self, tokens: int) -> Launch | None:
+    def launch(self, tokens: int) -> ReductionLaunch | None:
         """How `tokens` tokens run; None: through the library."""
         for launch in self._launches:
             if tokens <= launch.max_tokens:
@@ -160,13 +164,13 @@ class PeerSite:
         self._arena.begin_call()
         return self.pieces(tokens, piece_tokens)
 
-    def run(self, partial: Tensor | Gemm, operands: Operands) -> Returned | None:
+    def run(self, partial: Tensor | DeferredGemm, operands: EpilogueOperands) -> Returned | None:
         """The op on the rows of `partial`, piece by piece. None: the library does it."""
-        tokens = partial.num_tokens if isinstance(partial, Gemm) else partial.numel() // self._hidden
+        tokens = partial.num_tokens if isinstance(partial, DeferredGemm) else partial.numel() // self._hidden
         pieces = self.begin(tokens)
         if not pieces:
             return None
-        if isinstance(partial, Gemm):
+        if isinstance(partial, DeferredGemm):
             rows = self._multiply(partial, pieces, tokens)
         else:
             rows = self.activation(partial, tokens, "partial")
@@ -182,7 +186,9 @@ class PeerSite:
             torch.cuda._maybe_exchange_device(device)
         return prepared.results
 
-    def prepare(self, rows: Tensor, operands: Operands, pieces: tuple[Piece, ...], tokens: int) -> Prepared | None:
+    def prepare(
+        self, rows: Tensor, operands: EpilogueOperands, pieces: tuple[Piece, ...], tokens: int
+    ) -> Prepared | None:
         """Everything of a call on `rows` [tokens, hidden] but its launches. None: the library does it.
 
         The rows need not be there yet: nothing here reads them.
@@ -288,7 +294,7 @@ class PeerSite:
             return normalized, total, None
         return normalized, total, like.new_empty(row_scale_shape(like.shape, self._call), dtype=torch.float32)
 
-    def _multiply(self, gemm: Gemm, pieces: tuple[Piece, ...], tokens: int) -> Tensor:
+    def _multiply(self, gemm: DeferredGemm, pieces: tuple[Piece, ...], tokens: int) -> Tensor:
         if len(pieces) != 1 or not pieces[0].launch.in_place or self._partial is None:
             return gemm.compute()
         return gemm.compute(self._partial[:tokens])
@@ -342,14 +348,14 @@ def _is_plain(x: Tensor) -> bool:
     return x.is_contiguous() and x.data_ptr() % VECTOR_BYTES == 0
 
 
-def _launch(call: ReductionCall, row: KernelRow, device: int) -> Launch:
+def _launch(call: ReductionCall, row: KernelRow, device: int) -> ReductionLaunch:
     if row.transfer is Transfer.TILES:
         # What the device can run depends on the product, of which this call knows nothing.
-        return Launch(row.max_tokens, NO_KERNEL, 0, False, call.normalized_aliases_arena, unsupported="")
+        return ReductionLaunch(row.max_tokens, NO_KERNEL, 0, False, call.normalized_aliases_arena, unsupported="")
     kernel = native_kernel(row)
     dtype = getattr(_native.DType, call.dtype)
     why = _native.unsupported(kernel, dtype, call.hidden, call.world, call.quant is not Quant.NONE, device)
-    return Launch(
+    return ReductionLaunch(
         row.max_tokens,
         int(kernel),
         row.num_ctas,
@@ -383,7 +389,7 @@ def native_site(call: ReductionCall, tag: int, layout: Layout) -> _native.GpuSit
     site.sum_whole = call.sum_out is SumOut.WHOLE
     site.scale = call.scale
     site.timeout_s = call.timeout_s
-    unused, header, found = Range(0, 0), header_bytes(call.fabric), locate(call, layout)
+    unused, header, found = ByteRange(0, 0), header_bytes(call.fabric), locate(call, layout)
     mailboxes, staging, output = (found.get(name, unused) for name in (MAILBOXES, STAGING, OUTPUT))
     site.mailbox_offset, site.mailbox_bytes = header + mailboxes.offset, mailboxes.num_bytes // _native.NUM_MAILBOXES
     site.staging_offset, site.staging_bytes = header + staging.offset, staging.num_bytes

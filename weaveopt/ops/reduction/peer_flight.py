@@ -23,8 +23,8 @@ from weaveopt.ops.reduction.call import ReductionCall
 from weaveopt.ops.reduction.in_flight import no_scale
 from weaveopt.ops.reduction.launches import Piece, Prepared
 from weaveopt.ops.reduction.nvshmem import NvshmemSite
-from weaveopt.ops.reduction.operands import Operands, QuantResults
-from weaveopt.ops.reduction.peer import PeerSite
+from weaveopt.ops.reduction.operands import EpilogueOperands, QuantResults
+from weaveopt.ops.reduction.peer import PeerReduction
 
 try:
     from weaveopt import _native
@@ -39,7 +39,7 @@ class PeerFlight:
 
     __slots__ = ("_crossing", "_prepared", "_site", "results")
 
-    def __init__(self, site: PeerSite, crossing: _native.StreamCrossing, prepared: Prepared) -> None:
+    def __init__(self, site: PeerReduction, crossing: _native.StreamCrossing, prepared: Prepared) -> None:
         self._site, self._crossing, self._prepared = site, crossing, prepared
         normalized, total, row_scale = prepared.results
         self.results: QuantResults = (normalized, total, no_scale(total) if row_scale is None else row_scale)
@@ -53,9 +53,9 @@ class PeerStarter:
     """One site, ready to be begun."""
 
     __slots__ = ("_crossing", "_site", "_stream")
-    SITE: ClassVar[type[PeerSite]] = PeerSite
+    SITE: ClassVar[type[PeerReduction]] = PeerReduction
 
-    def __init__(self, call: ReductionCall, site: PeerSite) -> None:
+    def __init__(self, call: ReductionCall, site: PeerReduction) -> None:
         self._site = site
         self._stream = communication_stream(call.group, site.device)
         self._crossing = _native.StreamCrossing(self._stream)
@@ -64,11 +64,11 @@ class PeerStarter:
     def bind(cls, call: ReductionCall, text: str, op: str, forget: Callable[[], None]) -> PeerStarter:
         """`call`, encoded as `text`, in the arena that its group has now; `forget` runs when that one goes.
 
-        Raises `ArenaError` as `PeerSite.bind` does.
+        Raises `ArenaError` as `PeerReduction.bind` does.
         """
         return cls(call, cls.SITE.bind(call, text, op, forget))
 
-    def start(self, partial: Tensor, operands: Operands) -> PeerFlight | None:
+    def start(self, partial: Tensor, operands: EpilogueOperands) -> PeerFlight | None:
         """Launch the call's kernels on the communication stream. None: the library has to run, and runs after all calls
         in flight: its kernel and one of theirs could keep each other from starting."""
         site = self._site
@@ -111,7 +111,7 @@ class NvshmemStarter(PeerStarter):
     """The same among GPUs of several hosts."""
 
     __slots__ = ()
-    SITE: ClassVar[type[PeerSite]] = NvshmemSite
+    SITE: ClassVar[type[PeerReduction]] = NvshmemSite
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import topology
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
-from weaveopt.ops.reduction.operands import Operands, QuantResults, Results
+from weaveopt.ops.reduction.operands import EpilogueOperands, QuantResults, Results
 from weaveopt.records.norm import NormKind, NormSpec, Quant
 
 Tensor = torch.Tensor
@@ -20,12 +20,12 @@ LEAST_AMAX = 1e-12
 """A row of zeros gets a scale too."""
 
 
-def reference(partials: Sequence[Tensor], operands: Operands, call: ReductionCall) -> Results:
+def reference(partials: Sequence[Tensor], operands: EpilogueOperands, call: ReductionCall) -> Results:
     """Results that every rank must get from `partials` [..., hidden], one per rank, in plain torch and one process."""
     return reference_quant(partials, operands, call)[:2]
 
 
-def reference_quant(partials: Sequence[Tensor], operands: Operands, call: ReductionCall) -> QuantResults:
+def reference_quant(partials: Sequence[Tensor], operands: EpilogueOperands, call: ReductionCall) -> QuantResults:
     """The same of `all_reduce_norm_quant`."""
     total = partials[0].float()
     for partial in partials[1:]:
@@ -33,7 +33,7 @@ def reference_quant(partials: Sequence[Tensor], operands: Operands, call: Reduct
     return finish(total, operands, call)
 
 
-def through_library(partial: Tensor, operands: Operands, call: ReductionCall) -> QuantResults:
+def through_library(partial: Tensor, operands: EpilogueOperands, call: ReductionCall) -> QuantResults:
     """The op with the process group's own all-reduce, which sums in `call.dtype`; `partial` is overwritten."""
     group = topology.process_group(call.group)
     dist.all_reduce(partial, group=group)
@@ -55,7 +55,7 @@ def row_scale_shape(shape: torch.Size | tuple[int, ...], call: ReductionCall) ->
     return (*shape[:-1], 1) if per_token else (0,)
 
 
-def finish(total: Tensor, operands: Operands, call: ReductionCall) -> QuantResults:
+def finish(total: Tensor, operands: EpilogueOperands, call: ReductionCall) -> QuantResults:
     """Everything after the sum over ranks; `total` is that sum in fp32."""
     dtype = getattr(torch, call.dtype)
     if operands.reduced_bias is not None:

@@ -7,7 +7,7 @@ import warnings
 from weaveopt.errors import AgreementError
 from weaveopt.fabrics.replicated import Comparison, compare
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
-from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.operands import EpilogueOperands
 
 
 class Replication:
@@ -20,7 +20,7 @@ class Replication:
         self.known: bool | None = None
         """None: no call has proven it yet."""
 
-    def holds(self, operands: Operands) -> bool:
+    def holds(self, operands: EpilogueOperands) -> bool:
         """True if ranks may share the rows of a call; compared on all ranks until a call proves it.
 
         Where values differ the model means it so: the library's all-reduce runs, each rank adds its own, and a warning
@@ -34,7 +34,7 @@ class Replication:
         return self.known
 
 
-def _compared(call: ReductionCall, operands: Operands) -> Comparison:
+def _compared(call: ReductionCall, operands: EpilogueOperands) -> Comparison:
     where = f"weave::all_reduce_norm at site {call.site}"
     found = compare(call.group, where, operands.replicated(call), call.timeout_s)
     if found.difference is None:

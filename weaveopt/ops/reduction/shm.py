@@ -12,11 +12,11 @@ from weaveopt.fabrics import shm as arena
 from weaveopt.fabrics.arena import Arena
 from weaveopt.fabrics.native_record import NativeRecord
 from weaveopt.fabrics.shm_calls import Caller, failure, tag_of
-from weaveopt.ops.reduction.buffers import NUM_PARTIALS, OUTPUT, PARTIAL, Range, expect_world, locate
+from weaveopt.ops.reduction.buffers import NUM_PARTIALS, OUTPUT, PARTIAL, ByteRange, expect_world, locate
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
 from weaveopt.ops.reduction.in_flight import Ended, Flight
 from weaveopt.ops.reduction.native import native_norm
-from weaveopt.ops.reduction.operands import Gemm, Operands, Results
+from weaveopt.ops.reduction.operands import DeferredGemm, EpilogueOperands, Results
 from weaveopt.ops.reduction.replication import Replication
 from weaveopt.wording import counted
 
@@ -28,7 +28,7 @@ except ImportError:  # built without it: arena.of() says so before anything here
 Tensor = torch.Tensor
 
 
-def native_site(call: ReductionCall, text: str, buffers: Mapping[str, Range]) -> _native.AllReduceNormSite:
+def native_site(call: ReductionCall, text: str, buffers: Mapping[str, ByteRange]) -> _native.AllReduceNormSite:
     """The constants of `call`, encoded as `text`, as native code takes them; `buffers` has the ranges of
     its buffers."""
     site = _native.AllReduceNormSite()
@@ -50,7 +50,7 @@ def native_site(call: ReductionCall, text: str, buffers: Mapping[str, Range]) ->
     return site
 
 
-class ShmSite:
+class ShmReduction:
     """One site, ready to run. Everything that does not change from call to call is an attribute."""
 
     __slots__ = (
@@ -70,7 +70,7 @@ class ShmSite:
     )  # fmt: skip
 
     def __init__(
-        self, call: ReductionCall, op: str, native: _native.AllReduceNorm, memory: Arena, partials: Range
+        self, call: ReductionCall, op: str, native: _native.AllReduceNorm, memory: Arena, partials: ByteRange
     ) -> None:
         self._op = op
         self._hidden = call.hidden
@@ -90,7 +90,7 @@ class ShmSite:
         )
 
     @staticmethod
-    def bind(call: ReductionCall, text: str, op: str, forget: Callable[[], None]) -> ShmSite:
+    def bind(call: ReductionCall, text: str, op: str, forget: Callable[[], None]) -> ShmReduction:
         """`call`, encoded as `text`, in the arena that its group has now; `forget` runs when that one goes.
 
         Raises `ArenaError` if no arena was reserved or the call does not fit it.
@@ -104,10 +104,10 @@ class ShmSite:
         except ValueError as error:
             raise ArenaError(f"site {call.site}: {error}") from None
         memory.at_close(forget)
-        return ShmSite(call, op, native, memory, buffers[PARTIAL])
+        return ShmReduction(call, op, native, memory, buffers[PARTIAL])
 
     def run(
-        self, partial: Tensor | Gemm, operands: Operands, out: Results | None = None
+        self, partial: Tensor | DeferredGemm, operands: EpilogueOperands, out: Results | None = None
     ) -> tuple[Tensor, Tensor, None] | None:
         """The op on the rows of `partial`, which as a GEMM is computed into the arena.
 
@@ -115,11 +115,11 @@ class ShmSite:
         None: the library does it, as there are more tokens than were planned for, or ranks may not share rows.
         """
         dtype, hidden = self._dtype, self._hidden
-        gemm = partial if isinstance(partial, Gemm) else None
-        tokens = partial.num_tokens if isinstance(partial, Gemm) else partial.numel() // hidden
+        gemm = partial if isinstance(partial, DeferredGemm) else None
+        tokens = partial.num_tokens if isinstance(partial, DeferredGemm) else partial.numel() // hidden
         if tokens > self._max_tokens:
             return None
-        given = None if isinstance(partial, Gemm) else self._activation(partial, tokens, "partial")
+        given = None if isinstance(partial, DeferredGemm) else self._activation(partial, tokens, "partial")
         residual = operands.residual
         if residual is not None:
             residual = self._activation(residual, tokens, "residual")
@@ -166,7 +166,7 @@ class ShmSite:
             raise
         return normalized, total, None
 
-    def start(self, partial: Tensor, operands: Operands) -> Flight | None:
+    def start(self, partial: Tensor, operands: EpilogueOperands) -> Flight | None:
         """Begin the op, which on the cores of one host is all of it. None: the library does it."""
         results = self.run(partial, operands)
         return None if results is None else Ended(results)
@@ -180,7 +180,7 @@ class ShmSite:
             normalized = torch.empty_like(like) if wide is self._dtype else torch.empty_like(like, dtype=wide)
         return normalized, torch.empty_like(like) if self._sum else like.new_empty(0)
 
-    def _multiply(self, gemm: Gemm, tokens: int) -> None:
+    def _multiply(self, gemm: DeferredGemm, tokens: int) -> None:
         """Takes the group and computes the GEMM into this rank's buffer of the coming epoch.
 
         Whatever comes of it, the caller runs the call or abandons it.

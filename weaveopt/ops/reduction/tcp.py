@@ -14,8 +14,8 @@ from weaveopt.fabrics.call_queue import BegunCall
 from weaveopt.ops.reduction.buffers import PARTIAL, expect_world, locate
 from weaveopt.ops.reduction.call import ReductionCall
 from weaveopt.ops.reduction.in_flight import no_scale
-from weaveopt.ops.reduction.operands import Gemm, Operands, QuantResults, Results
-from weaveopt.ops.reduction.shm import ShmSite, native_site
+from weaveopt.ops.reduction.operands import DeferredGemm, EpilogueOperands, QuantResults, Results
+from weaveopt.ops.reduction.shm import ShmReduction, native_site
 from weaveopt.wording import counted
 
 try:
@@ -26,7 +26,7 @@ except ImportError:  # built without it: arena.of() says so before anything here
 Tensor = torch.Tensor
 
 
-class TcpSite(ShmSite):
+class TcpSite(ShmReduction):
     """One site, ready to run."""
 
     __slots__ = ()
@@ -65,13 +65,13 @@ class TcpSite(ShmSite):
         return self._arena
 
     def run(
-        self, partial: Tensor | Gemm, operands: Operands, out: Results | None = None
+        self, partial: Tensor | DeferredGemm, operands: EpilogueOperands, out: Results | None = None
     ) -> tuple[Tensor, Tensor, None] | None:
-        """As `ShmSite.run`, after all calls in flight."""
+        """As `ShmReduction.run`, after all calls in flight."""
         self._memory.begun.drain()
         return super().run(partial, operands, out)
 
-    def start(self, partial: Tensor, operands: Operands) -> TcpFlight | None:
+    def start(self, partial: Tensor, operands: EpilogueOperands) -> TcpFlight | None:
         """Begin the op on the group's thread. None: the library does it."""
         if partial.numel() // self._hidden > self._max_tokens or not self.replication.holds(operands):
             return None
@@ -80,13 +80,13 @@ class TcpSite(ShmSite):
         begun = self._memory.begun.begin(partial_call(self._run_begun, partial, operands, results))
         return TcpFlight(results, begun)
 
-    def _run_begun(self, partial: Tensor, operands: Operands, results: Results) -> None:
+    def _run_begun(self, partial: Tensor, operands: EpilogueOperands, results: Results) -> None:
         with torch.no_grad():  # a thread has its own mode
-            found = ShmSite.run(self, partial, operands, results)
+            found = ShmReduction.run(self, partial, operands, results)
         assert found is not None, f"site {self._call.site}: more tokens than when it was begun"
 
     def _fail(self, code: int) -> NoReturn:
-        """As `ShmSite._fail`; where another site's call failed first, with what became of that one."""
+        """As `ShmReduction._fail`; where another site's call failed first, with what became of that one."""
         memory = self._memory
         first = memory.error
         if first is not None and self._native.status.code == _native.Code.OK:

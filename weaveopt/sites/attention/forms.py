@@ -32,7 +32,7 @@ LAYOUTS = VIEWS | COPIES | {aten.unsqueeze.default, aten.permute.default}
 
 
 @dataclass(frozen=True)
-class Form:
+class AttentionForm:
     """One attention of a graph, by role."""
 
     query: fx.Node
@@ -58,7 +58,7 @@ class Form:
     """Why no rule may touch it."""
 
 
-def library_form(node: fx.Node) -> Form | None:
+def library_form(node: fx.Node) -> AttentionForm | None:
     """The attention that an operator of `LIBRARY_CALLS` computes; None where nobody reads it."""
     roles = [argument(node, name) for name in ("query", "key", "value")]
     query, key, value = (each if isinstance(each, fx.Node) else None for each in roles)
@@ -79,7 +79,7 @@ def library_form(node: fx.Node) -> Form | None:
     elif isinstance(scale, fx.Node):
         refused = Rejection("scale_not_known", "the scale of the scores is computed in the graph")
     head_dim = tensor_of(query).shape[-1] if tensor_of(query) is not None else 1  # type: ignore[union-attr]
-    return Form(
+    return AttentionForm(
         query=query,
         key=key,
         value=value,

@@ -24,7 +24,7 @@ from weaveopt.graph.values import shape_of
 from weaveopt.records.candidate import Rejection, Values, values_of
 from weaveopt.records.site import Site, TokenCounts
 from weaveopt.rule import Context, FoundSite
-from weaveopt.sites.attention.forms import LAYOUTS, LIBRARY_CALLS, Form, library_form, unrepeated
+from weaveopt.sites.attention.forms import LAYOUTS, LIBRARY_CALLS, AttentionForm, library_form, unrepeated
 from weaveopt.sites.attention.written import written_form
 from weaveopt.sites.shared.masks import Mask, MaskCache, MaskReading, read_mask
 
@@ -75,7 +75,7 @@ class AttentionFacts:
 class AttentionNodes:
     """The nodes of a site by their role."""
 
-    form: Form
+    form: AttentionForm
     key: fx.Node
     """[batch, kv_heads, keys, head_dim]: before it was repeated."""
     value: fx.Node
@@ -106,7 +106,7 @@ class AttentionMatcher:
         )
 
 
-def _forms(graph: fx.Graph) -> Iterator[Form]:
+def _forms(graph: fx.Graph) -> Iterator[AttentionForm]:
     """Every attention, in the order of the graph."""
     for node in graph.nodes:
         form = None
@@ -118,13 +118,13 @@ def _forms(graph: fx.Graph) -> Iterator[Form]:
             yield form
 
 
-def _lengths(form: Form) -> tuple[int | torch.SymInt, int | torch.SymInt]:
+def _lengths(form: AttentionForm) -> tuple[int | torch.SymInt, int | torch.SymInt]:
     query, key = tensor_of(form.query), tensor_of(form.key)
     assert query is not None and key is not None, f"{form.output.name}: operands are no tensors"
     return query.shape[-2], key.shape[-2]
 
 
-def _found(form: Form, reading: MaskReading, readers: int, context: Context) -> FoundSite:
+def _found(form: AttentionForm, reading: MaskReading, readers: int, context: Context) -> FoundSite:
     key, repeats_key = unrepeated(form.key, form.nodes)
     value, repeats_value = unrepeated(form.value, form.nodes)
     if key is form.key or value is form.value:
@@ -153,7 +153,9 @@ def _found(form: Form, reading: MaskReading, readers: int, context: Context) -> 
     return FoundSite(site, interior, known, nodes, token_value=_rows_of(form.output))
 
 
-def _facts(form: Form, key: fx.Node, value: fx.Node, reading: MaskReading, readers: int) -> AttentionFacts | Rejection:
+def _facts(
+    form: AttentionForm, key: fx.Node, value: fx.Node, reading: MaskReading, readers: int
+) -> AttentionFacts | Rejection:
     operands = [tensor_of(node) for node in (form.query, key, value)]
     shapes = [shape_of(operand) for operand in operands if operand is not None]
     if len(shapes) != 3 or any(len(shape) != 4 for shape in shapes):
@@ -195,7 +197,7 @@ def _facts(form: Form, key: fx.Node, value: fx.Node, reading: MaskReading, reade
     )
 
 
-def _text(form: Form, is_repeated: bool, reading: MaskReading) -> str:
+def _text(form: AttentionForm, is_repeated: bool, reading: MaskReading) -> str:
     scores = f"q @ {'repeat(k)' if is_repeated else 'k'}^T * {form.scale:.6g}"
     if form.softcap:
         scores = f"softcap({scores}, {form.softcap:g})"

@@ -17,7 +17,7 @@ import torch.fx as fx
 
 from weaveopt.graph.pattern import CAST, MUL, is_call, tensor_of
 from weaveopt.records.candidate import Rejection
-from weaveopt.sites.attention.forms import COPIES, LAYOUTS, VIEWS, Form, ndim_of, same_size
+from weaveopt.sites.attention.forms import COPIES, LAYOUTS, VIEWS, AttentionForm, ndim_of, same_size
 
 aten = torch.ops.aten
 
@@ -32,7 +32,7 @@ class _Ends:
     output: fx.Node
 
 
-def written_form(product: fx.Node) -> Form | None:
+def written_form(product: fx.Node) -> AttentionForm | None:
     """Read `bmm(softmax(...), value)` from its end; None for any other GEMM."""
     weights, value = _unfolded(product.args[0]), _unfolded(product.args[1])
     if weights is None or value is None:
@@ -102,7 +102,7 @@ def written_form(product: fx.Node) -> Form | None:
     refused = None
     if any(_is_result(each) for each in leaving):
         refused = Rejection("weights_are_read", "the weights of the keys are read by others too")
-    return Form(
+    return AttentionForm(
         query=ends.query,
         key=ends.key,
         value=ends.value,

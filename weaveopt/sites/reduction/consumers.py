@@ -11,14 +11,14 @@ import torch.fx as fx
 
 from weaveopt.graph.pattern import SHAPE_ONLY, is_call, tensor_of
 from weaveopt.graph.values import hint
-from weaveopt.sites.shared.linear import Gemm, gemm_at
+from weaveopt.sites.shared.linear import MatchedGemm, gemm_at
 
 
 @dataclass(frozen=True)
 class Readers:
     """Consumers of rows `[..., hidden]`."""
 
-    gemms: tuple[Gemm, ...]
+    gemms: tuple[MatchedGemm, ...]
     """GEMMs that read the rows as `a [tokens, hidden]`, in graph order."""
     others: tuple[fx.Node, ...]
     """Other consumers, in graph order."""
@@ -34,7 +34,7 @@ class Readers:
 def readers_of(rows: fx.Node) -> Readers:
     """Collect the consumers of the value `rows` and of its views."""
     hidden = _length(rows)
-    gemms: dict[fx.Node, Gemm] = {}
+    gemms: dict[fx.Node, MatchedGemm] = {}
     others: dict[fx.Node, None] = {}
     views: dict[fx.Node, None] = {}
     pending = [rows]
@@ -54,7 +54,7 @@ def readers_of(rows: fx.Node) -> Readers:
     return Readers(tuple(gemms[each] for each in sorted(gemms)), tuple(sorted(others)), tuple(sorted(views)))
 
 
-def _reads_once(gemm: Gemm, rows: fx.Node) -> bool:
+def _reads_once(gemm: MatchedGemm, rows: fx.Node) -> bool:
     return rows not in (gemm.b, gemm.bias, gemm.addend)
 
 

@@ -22,7 +22,7 @@ from weaveopt.graph.pattern import describe, is_call, tensor_of
 from weaveopt.records.candidate import Rejection
 from weaveopt.sites.sequence.rows import RANK, Rows, gathered, gathered_rows, text
 from weaveopt.sites.shared.epilogue import WAIT
-from weaveopt.sites.shared.linear import Gemm, gemm_at, is_input, leads_to_gemm, may_be_weight
+from weaveopt.sites.shared.linear import MatchedGemm, gemm_at, is_input, leads_to_gemm, may_be_weight
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Gathered:
     """All-gathers of one shard."""
     shard: fx.Node
     rows: Rows
-    gemms: tuple[Gemm, ...]
+    gemms: tuple[MatchedGemm, ...]
     """GEMMs that read the gathered rows as `a`, in one dtype; of several dtypes or orders, those with the most
     columns."""
-    contractions: tuple[Gemm, ...]
+    contractions: tuple[MatchedGemm, ...]
     """GEMMs that contract over the gathered dimension: gradients of weights."""
     kept: tuple[fx.Node, ...]
     """Nodes among `nodes` with other consumers: their values have to be kept."""
@@ -55,10 +55,10 @@ class _Role(Enum):
 class _Readers:
     """Consumers found by a walk from the gathers."""
 
-    gemms: dict[tuple[Rows, torch.dtype | None], list[tuple[Gemm, fx.Node]]] = field(default_factory=dict)
+    gemms: dict[tuple[Rows, torch.dtype | None], list[tuple[MatchedGemm, fx.Node]]] = field(default_factory=dict)
     """GEMMs with their operands, by the order of their rows and the dtype that they read."""
-    contractions: list[Gemm] = field(default_factory=list)
-    columns: list[Gemm] = field(default_factory=list)
+    contractions: list[MatchedGemm] = field(default_factory=list)
+    columns: list[MatchedGemm] = field(default_factory=list)
     is_contracted_as_first: bool = False
     """True if a GEMM contracts over the gathered dimension of its first operand, which no weight has."""
     reasons: dict[Rejection, None] = field(default_factory=dict)
@@ -124,7 +124,7 @@ def _read(node: fx.Node, moves: Moves, world: int, readers: _Readers, seen: set[
                 _multiply(gemm, here, arrangement, world, readers)
 
 
-def _multiply(gemm: Gemm, operand: fx.Node, arrangement: Arrangement, world: int, readers: _Readers) -> None:
+def _multiply(gemm: MatchedGemm, operand: fx.Node, arrangement: Arrangement, world: int, readers: _Readers) -> None:
     role = _role(gemm, operand, arrangement)
     where = (("node", gemm.node.name), ("layout", text(arrangement)))
     if role is _Role.ROWS:
@@ -153,7 +153,7 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
     return None if value is None else value.dtype
 
 
-def _role(gemm: Gemm, operand: fx.Node, arrangement: Arrangement) -> _Role:
+def _role(gemm: MatchedGemm, operand: fx.Node, arrangement: Arrangement) -> _Role:
     """Return the role of the gathered dimension in a GEMM: rows, contraction or columns."""
     if len(arrangement.dims) != 2 or operand not in (gemm.a, gemm.b):
         return _Role.OTHER

@@ -18,7 +18,7 @@ from weaveopt.graph.moves import MOVES, OTHER_MOVES, Moves
 from weaveopt.graph.pattern import ADD, MUL, describe, is_call, tensor_of
 from weaveopt.graph.scalars import number_of
 from weaveopt.records.candidate import Rejection
-from weaveopt.sites.shared.linear import Gemm, gemm_at
+from weaveopt.sites.shared.linear import MatchedGemm, gemm_at
 
 DIV = frozenset({torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar})
 
@@ -30,7 +30,7 @@ class Partial:
 
     arrangement: Arrangement
     """Arrangement of the value by the dimensions m and n of the GEMMs."""
-    gemms: tuple[Gemm, ...]
+    gemms: tuple[MatchedGemm, ...]
     biases: tuple[fx.Node, ...] = ()
     """Bias vectors [n] that each rank adds before the sum."""
     addends: tuple[fx.Node, ...] = ()
@@ -83,7 +83,7 @@ def _computed(node: fx.Node) -> Partial | Rejection | None:
     return _sum(node) if is_call(node, ADD) else None
 
 
-def _gemm(gemm: Gemm) -> Partial | Rejection:
+def _gemm(gemm: MatchedGemm) -> Partial | Rejection:
     if gemm.has_factors:
         values = (("node", gemm.node.name), ("kwargs", str(dict(gemm.node.kwargs))))
         return Rejection("form_not_known", "the GEMM scales what it adds (alpha, beta)", values)

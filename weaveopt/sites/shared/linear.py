@@ -20,7 +20,7 @@ _TRANSPOSES = frozenset({aten.t.default, aten.permute.default, aten.transpose.in
 
 
 @dataclass(frozen=True)
-class Gemm:
+class MatchedGemm:
     """A GEMM `a [m, k] @ b [k, n] + bias [n] + addend [m, n]`; for `_scaled_mm` a and b each have scales."""
 
     node: fx.Node
@@ -65,7 +65,7 @@ class Gemm:
         return value.dtype
 
 
-def gemm_at(node: object) -> Gemm | None:
+def gemm_at(node: object) -> MatchedGemm | None:
     """The GEMM that a node is."""
     if not isinstance(node, fx.Node) or not is_call(node, GEMMS):
         return None
@@ -75,12 +75,12 @@ def gemm_at(node: object) -> Gemm | None:
         assert isinstance(added, fx.Node) and isinstance(a, fx.Node) and isinstance(b, fx.Node), node.args
         has_factors = any(argument(node, name) != 1 for name in ("alpha", "beta"))
         if value is not None and (value.ndim == 1 or value.shape[0] == 1):
-            return Gemm(node, a, b, bias=added, has_factors=has_factors)
-        return Gemm(node, a, b, addend=added, has_factors=has_factors)
+            return MatchedGemm(node, a, b, bias=added, has_factors=has_factors)
+        return MatchedGemm(node, a, b, addend=added, has_factors=has_factors)
     a, b = node.args[:2]
     assert isinstance(a, fx.Node) and isinstance(b, fx.Node), node.args
     bias = argument(node, "bias") if node.target is SCALED_MM else None
-    return Gemm(node, a, b, bias=bias if isinstance(bias, fx.Node) else None)
+    return MatchedGemm(node, a, b, bias=bias if isinstance(bias, fx.Node) else None)
 
 
 def leads_to_gemm(node: fx.Node) -> bool:

@@ -43,7 +43,7 @@ _ELEMENTWISE = _CLAMPS | _DIV | CAST | MUL | SHAPE_ONLY | {aten.minimum.default,
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-class _Kind(Enum):
+class _ValueKind(Enum):
     ROWS = auto()
     MAGNITUDE = auto()
     """Absolute values of the rows."""
@@ -59,7 +59,7 @@ class _Kind(Enum):
 class _Held:
     """Contents of a node as a function of the rows."""
 
-    kind: _Kind
+    kind: _ValueKind
     path: tuple[fx.Node, ...] = ()
     """Views since the norm's output, and the reduction to one value a row: with them a result gets the node's shape."""
     factor: float = 1.0
@@ -75,7 +75,9 @@ class _Held:
     @property
     def is_row_scale(self) -> bool:
         return (
-            self.kind is _Kind.ROW_VALUE and self.power == 1 and math.isclose(self.factor, PER_ROW_SCALE, rel_tol=1e-6)
+            self.kind is _ValueKind.ROW_VALUE
+            and self.power == 1
+            and math.isclose(self.factor, PER_ROW_SCALE, rel_tol=1e-6)
         )
 
 
@@ -128,12 +130,12 @@ def find_quantized(output: fx.Node) -> Quantized | Rejection | None:
     """How the rows of `output` are quantized, why the op cannot do it, or None where nothing quantizes them."""
     held = _without_derived(_follow(output))
     others = _other_readers(held)
-    rows = {node for node, value in held.items() if value.kind is _Kind.E4M3}
+    rows = {node for node, value in held.items() if value.kind is _ValueKind.E4M3}
     if not rows and not any(_leads_to_fp8(reader) for _, reader in others):
         return None
     if others:
         # The step that is not known, rather than what follows from it.
-        node, reader = min(others, key=lambda pair: held[pair[0]].kind is _Kind.ROWS)
+        node, reader = min(others, key=lambda pair: held[pair[0]].kind is _ValueKind.ROWS)
         message = "not only a quantization that the kernels do reads the rows"
         return Rejection("read_by_others", message, (("node", node.name), ("read_by", describe(reader))))
     scales = {(held[node].static, held[node].inverted) for node in rows}
@@ -158,7 +160,7 @@ def find_quantized(output: fx.Node) -> Quantized | Rejection | None:
 
 def _follow(output: fx.Node) -> dict[fx.Node, _Held]:
     """Follow the quantization's steps from `output`: the contents of every node that they compute."""
-    held = {output: _Held(_Kind.ROWS)}
+    held = {output: _Held(_ValueKind.ROWS)}
     value = tensor_of(output)
     if value is None or value.ndim < 2:
         return held
@@ -187,9 +189,9 @@ def _is_made_of_scales(node: fx.Node, held: Mapping[fx.Node, _Held]) -> bool:
     if held[node].is_row_scale:
         return False
     source = node.args[0] if node.args else None
-    while isinstance(source, fx.Node) and source in held and held[source].kind is _Kind.ROW_VALUE:
+    while isinstance(source, fx.Node) and source in held and held[source].kind is _ValueKind.ROW_VALUE:
         if held[source].is_row_scale:
-            return held[node].kind is _Kind.ROW_VALUE
+            return held[node].kind is _ValueKind.ROW_VALUE
         source = source.args[0]
     return False
 
@@ -210,14 +212,14 @@ def _step(node: fx.Node, held: Mapping[fx.Node, _Held], hidden: int) -> _Held | 
     if is_call(node, _CLAMPS):
         return _clamped(node, source)
     match source.kind:
-        case _Kind.ROWS if is_call(node, frozenset({aten.abs.default})):
-            return replace(source, kind=_Kind.MAGNITUDE)
-        case _Kind.MAGNITUDE if is_call(node, _MAXIMUM) and _is_over_rows(node):
-            kind = _Kind.MAXIMUM_AND_INDEX if node.target is aten.max.dim else _Kind.ROW_VALUE
+        case _ValueKind.ROWS if is_call(node, frozenset({aten.abs.default})):
+            return replace(source, kind=_ValueKind.MAGNITUDE)
+        case _ValueKind.MAGNITUDE if is_call(node, _MAXIMUM) and _is_over_rows(node):
+            kind = _ValueKind.MAXIMUM_AND_INDEX if node.target is aten.max.dim else _ValueKind.ROW_VALUE
             return replace(source, kind=kind, path=(*source.path, node))
-        case _Kind.MAXIMUM_AND_INDEX if is_call(node, frozenset({operator.getitem})) and node.args[1] == 0:
-            return replace(source, kind=_Kind.ROW_VALUE)
-        case _Kind.ROW_VALUE if is_call(node, _RECIPROCAL):
+        case _ValueKind.MAXIMUM_AND_INDEX if is_call(node, frozenset({operator.getitem})) and node.args[1] == 0:
+            return replace(source, kind=_ValueKind.ROW_VALUE)
+        case _ValueKind.ROW_VALUE if is_call(node, _RECIPROCAL):
             return _inverse(source)
     return None
 
@@ -229,28 +231,28 @@ def _inverse(value: _Held) -> _Held:
 def _reshaped(node: fx.Node, source: _Held, hidden: int) -> _Held | None:
     """Follow a view, which may only split the tokens differently: rows stay rows."""
     shape = _shape(node)
-    if source.kind is _Kind.ROW_VALUE or (is_call(node, _VIEW) and len(shape) > 1 and shape[-1] == hidden):
+    if source.kind is _ValueKind.ROW_VALUE or (is_call(node, _VIEW) and len(shape) > 1 and shape[-1] == hidden):
         return replace(source, path=(*source.path, node))
     return None
 
 
 def _cast(node: fx.Node, source: _Held) -> _Held | None:
     value = tensor_of(node)
-    if value is None or source.kind is _Kind.E4M3:
+    if value is None or source.kind is _ValueKind.E4M3:
         return None
     if value.dtype in _FLOATS:
         return source
-    saturated = source.kind is _Kind.SCALED and source.above and source.below
-    return replace(source, kind=_Kind.E4M3) if saturated and value.dtype is torch.float8_e4m3fn else None
+    saturated = source.kind is _ValueKind.SCALED and source.above and source.below
+    return replace(source, kind=_ValueKind.E4M3) if saturated and value.dtype is torch.float8_e4m3fn else None
 
 
 def _clamped(node: fx.Node, source: _Held) -> _Held | None:
     names = ("max",) if node.target is aten.clamp_max.default else ("min", "max")
     bounds = {**dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
     least, most = bounds.get("min"), bounds.get("max")
-    if source.kind is _Kind.ROW_VALUE and source.power == 1 and most is None and isinstance(least, int | float):
+    if source.kind is _ValueKind.ROW_VALUE and source.power == 1 and most is None and isinstance(least, int | float):
         return replace(source, least=max(source.least, least / source.factor))
-    if source.kind is not _Kind.SCALED or least not in (None, -LARGEST) or most not in (None, LARGEST):
+    if source.kind is not _ValueKind.SCALED or least not in (None, -LARGEST) or most not in (None, LARGEST):
         return None
     return replace(source, above=source.above or least is not None, below=source.below or most is not None)
 
@@ -268,23 +270,23 @@ def _product(node: fx.Node, held: Mapping[fx.Node, _Held]) -> _Held | None:
         return None
     divides = is_call(node, _DIV)
     a, b = node.args
-    if not divides and isinstance(b, fx.Node) and b in held and held[b].kind is _Kind.ROWS:
+    if not divides and isinstance(b, fx.Node) and b in held and held[b].kind is _ValueKind.ROWS:
         a, b = b, a
     left = held.get(a) if isinstance(a, fx.Node) else None
     if left is None:
         return None
-    if left.kind is _Kind.ROW_VALUE and isinstance(b, int | float) and b > 0:
+    if left.kind is _ValueKind.ROW_VALUE and isinstance(b, int | float) and b > 0:
         return replace(left, factor=left.factor / b if divides else left.factor * b)
-    if left.kind is not _Kind.ROWS or not isinstance(b, fx.Node):
+    if left.kind is not _ValueKind.ROWS or not isinstance(b, fx.Node):
         return None
     right = held.get(b)
     if right is None:
         known = is_stored_value(b) and _shape(node) == _shape(a)
-        return replace(left, kind=_Kind.SCALED, static=b, inverted=not divides) if known else None
+        return replace(left, kind=_ValueKind.SCALED, static=b, inverted=not divides) if known else None
     scale = right if divides else _inverse(right)
     if not scale.is_row_scale or _shape(b) != (*_shape(a)[:-1], 1):
         return None
-    return replace(left, kind=_Kind.SCALED)
+    return replace(left, kind=_ValueKind.SCALED)
 
 
 def is_stored_value(node: fx.Node) -> bool:
@@ -312,7 +314,7 @@ def _other_readers(held: Mapping[fx.Node, _Held]) -> list[tuple[fx.Node, fx.Node
     return [
         (node, user)
         for node, value in held.items()
-        if value.kind is not _Kind.E4M3 and (static or not value.is_row_scale)
+        if value.kind is not _ValueKind.E4M3 and (static or not value.is_row_scale)
         for user in node.users
         if user not in held
     ]
@@ -337,7 +339,9 @@ def _read(held: Mapping[fx.Node, _Held], nodes: set[fx.Node]) -> tuple[Place, ..
 def _is_narrow(node: fx.Node, value: _Held) -> bool:
     """True if a scale or quotient is rounded to 16 bits; the largest magnitude of a row is not, as it is an element."""
     made = tensor_of(node)
-    computed = value.kind is _Kind.SCALED or (value.kind is _Kind.ROW_VALUE and (value.factor, value.power) != (1.0, 1))
+    computed = value.kind is _ValueKind.SCALED or (
+        value.kind is _ValueKind.ROW_VALUE and (value.factor, value.power) != (1.0, 1)
+    )
     return computed and made is not None and made.dtype.itemsize == 2
 
 

@@ -34,7 +34,7 @@ Make = Callable[[Attention, torch.device], Call]
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedKernel:
     """A kernel in one form, and its times."""
 
     kernel: str
@@ -83,10 +83,10 @@ def timed(
     make: Make,
     counts: str,
     tell: Callable[[int, int], None],
-) -> Timed:
+) -> TimedKernel:
     rows = []
     for done, case in enumerate(cases):
         tell(done, len(cases))
         named = replace(case, kernel=kernel)
         rows.append((named, clock.alone(make(named, device), 30.0)))
-    return Timed(kernel, counts, tuple(rows))
+    return TimedKernel(kernel, counts, tuple(rows))

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 
 from weaveopt.cost_model import Attention
 from weaveopt.cost_model.machine import AttentionCosts
-from weaveopt.measure.cases.attention.curves import DECODE, DTYPE, PREFILL, Call, Timed, operands, timed, turns
+from weaveopt.measure.cases.attention.curves import DECODE, DTYPE, PREFILL, Call, TimedKernel, operands, timed, turns
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.clock import Clock, Sample, slowest
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.fit import line
-from weaveopt.measure.session import Session
+from weaveopt.measure.session import CalibrationSession
 
 HEAD = 128
 
@@ -111,9 +111,9 @@ class AttentionKernels(Family):
 
     devices: ClassVar = frozenset({"cuda"})
     times: dict[AttentionCase, Sample] = field(default_factory=dict)
-    by_work: list[Timed] = field(default_factory=list)
+    by_work: list[TimedKernel] = field(default_factory=list)
 
-    def measure_alone(self, session: Session) -> None:
+    def measure_alone(self, session: CalibrationSession) -> None:
         cases = CASES[::2] if session.quick else CASES
         mine = []
         for done, case in enumerate(cases):

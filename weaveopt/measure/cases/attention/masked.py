@@ -9,10 +9,10 @@ import torch
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.cost_model import Attention
-from weaveopt.measure.cases.attention.curves import DECODE, PREFILL, Call, Timed, operands, timed, turns
+from weaveopt.measure.cases.attention.curves import DECODE, PREFILL, Call, TimedKernel, operands, timed, turns
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.draft import Draft
-from weaveopt.measure.session import Session
+from weaveopt.measure.session import CalibrationSession
 from weaveopt.ops.attention.shapes import RANGE_ROWS
 
 SCALE = 128**-0.5
@@ -48,9 +48,9 @@ class CausalKernels(Family):
     """Measurements on GPUs; CPU ranks have one kernel, whose arithmetic is derived from their GEMMs."""
 
     devices: ClassVar = frozenset({"cuda"})
-    by_work: list[Timed] = field(default_factory=list)
+    by_work: list[TimedKernel] = field(default_factory=list)
 
-    def measure_alone(self, session: Session) -> None:
+    def measure_alone(self, session: CalibrationSession) -> None:
         causal = tuple(replace(case, causal=True) for case in PREFILL)
         for kernel, cases, make, counts in (
             ("flash", causal, library, "steps"),

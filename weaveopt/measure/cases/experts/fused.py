@@ -20,12 +20,17 @@ from weaveopt.measure import fit
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.clock import Sample, slowest
 from weaveopt.measure.draft import Draft
-from weaveopt.measure.session import Session
-from weaveopt.ops.experts.call import ExpertsCall, Kernels
+from weaveopt.measure.session import CalibrationSession
+from weaveopt.ops.experts.call import ExpertsCall, ExpertsKernel
 from weaveopt.ops.experts.gpu import has_triton
 from weaveopt.ops.experts.hopper import runs_on
 
-NAMES = {Kernels.TRITON: "", Kernels.HOPPER: "hopper", Kernels.ONE: "one_kernel", Kernels.WIDE: WIDE}
+NAMES = {
+    ExpertsKernel.TRITON: "",
+    ExpertsKernel.HOPPER: "hopper",
+    ExpertsKernel.ONE: "one_kernel",
+    ExpertsKernel.WIDE: WIDE,
+}
 """Names of the kernels in the profile."""
 DTYPE, CHOICES = "bfloat16", 4
 FEW = tuple(
@@ -48,7 +53,7 @@ TURNS_BYTES = 256 << 20
 """Weights of so many bytes take turns: in a model those of other layers have driven them out of the cache."""
 
 
-def call_of(mixture: Mixture, kernels: Kernels, device: torch.device) -> Callable[[int], object]:
+def call_of(mixture: Mixture, kernels: ExpertsKernel, device: torch.device) -> Callable[[int], object]:
     """Build calls on weights that take turns; every token's choices differ, uniform over the experts."""
     made = torch.Generator(device=device).manual_seed(0)
 
@@ -90,9 +95,9 @@ class ExpertKernels(Family):
     """Measurements on GPUs with Triton; CPU ranks run the library's GEMMs, whose times are in the profile."""
 
     devices: ClassVar = frozenset({"cuda"})
-    times: dict[tuple[Kernels, Mixture], Sample] = field(default_factory=dict)
+    times: dict[tuple[ExpertsKernel, Mixture], Sample] = field(default_factory=dict)
 
-    def measure_alone(self, session: Session) -> None:
+    def measure_alone(self, session: CalibrationSession) -> None:
         if not has_triton():
             return
         cases = _cases(session.quick, runs_on(session.device))
@@ -119,9 +124,11 @@ class ExpertKernels(Family):
                 draft.kernels.append(curve(origin, variant_of(name, DTYPE, "rows", transposed), "flop", rows))
 
 
-def _cases(quick: bool, with_hopper: bool) -> tuple[tuple[Kernels, Mixture], ...]:
+def _cases(quick: bool, with_hopper: bool) -> tuple[tuple[ExpertsKernel, Mixture], ...]:
     """Cases to time; a third of them with `quick`."""
-    measured = (Kernels.TRITON, Kernels.HOPPER, Kernels.ONE) if with_hopper else (Kernels.TRITON,)
+    measured = (
+        (ExpertsKernel.TRITON, ExpertsKernel.HOPPER, ExpertsKernel.ONE) if with_hopper else (ExpertsKernel.TRITON,)
+    )
     cases = (*FEW, *SOME, *MANY)[:: 3 if quick else 1]
     # Those are never a choice for few rows; what they take at least is in the time of the weights.
     of_wide = (*FEW[::3], *(case for case in MANY if case.rows_of_expert[0] >= LEAST_ROWS[WIDE])) if with_hopper else ()
@@ -130,5 +137,5 @@ def _cases(quick: bool, with_hopper: bool) -> tuple[tuple[Kernels, Mixture], ...
             (kernels, replace(case, transposed=transposed))
             for kernels, transposed, case in itertools.product(measured, (False, True), cases)
         ),
-        *((Kernels.WIDE, case) for case in of_wide),
+        *((ExpertsKernel.WIDE, case) for case in of_wide),
     )

@@ -16,7 +16,7 @@ from weaveopt.measure.cases.family import Family
 from weaveopt.measure.cases.gemm import guess_us
 from weaveopt.measure.clock import Clock, Sample, slowest
 from weaveopt.measure.draft import Draft
-from weaveopt.measure.session import Session
+from weaveopt.measure.session import CalibrationSession
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class GroupedGemms(Family):
     times: dict[GroupedCase, tuple[Sample, Sample]] = field(default_factory=dict)
     """Grouped, and as one GEMM."""
 
-    def measure_alone(self, session: Session) -> None:
+    def measure_alone(self, session: CalibrationSession) -> None:
         if not has_grouped(session.device):
             return
         cases = CASES[::3] if session.quick else CASES

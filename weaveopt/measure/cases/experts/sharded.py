@@ -19,10 +19,10 @@ from weaveopt.measure.clock import Launch, Sample
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.fit import never_falling
 from weaveopt.measure.ranks import Ranks
-from weaveopt.measure.session import Rows, Session
+from weaveopt.measure.session import CalibrationSession, Rows
 from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
 from weaveopt.ops.experts.sharded.op import NAME, SITES
-from weaveopt.ops.experts.sharded.peer import PeerSite
+from weaveopt.ops.experts.sharded.peer import PeerExpertExchange
 from weaveopt.records.candidate import Fabric
 
 DTYPE, HIDDEN, CHOICES, EXPERTS = torch.bfloat16, 4096, 2, 8
@@ -52,7 +52,7 @@ def pushed_bytes(tokens: int, world: int) -> int:
     return max(tokens * CHOICES * (world - 1) * ROW_BYTES // world, ROW_BYTES)
 
 
-def launch(variant: str, tokens: int, site: PeerSite, ranks: Ranks) -> Launch:
+def launch(variant: str, tokens: int, site: PeerExpertExchange, ranks: Ranks) -> Launch:
     """One of the kernels by itself: what it moves is nobody's result."""
     x = torch.ones(tokens, HIDDEN, dtype=DTYPE, device=ranks.device)
     experts = (owners(tokens, ranks.world) * EXPERTS).to(ranks.device)
@@ -76,12 +76,12 @@ class ShardedKernels(Family):
     times: dict[tuple[int, str], Rows] = field(default_factory=dict)
     """(bytes, time) by number of ranks and kernel."""
 
-    def measure_together(self, session: Session, ranks: Ranks) -> None:
+    def measure_together(self, session: CalibrationSession, ranks: Ranks) -> None:
         tokens = TOKENS[:: 3 if session.quick else 1]
         call = call_of(ranks, tokens[-1])
         plan = memory_plan(ranks.name, [(call, SITES[call.fabric].buffers(call))])
         transport(plan.fabric).reserve(topology.discover(ranks.name, TIMEOUT_S), plan, 0, TIMEOUT_S)
-        site = PeerSite.bind(call, call.encode(), NAME, lambda: None)
+        site = PeerExpertExchange.bind(call, call.encode(), NAME, lambda: None)
         for variant in (DISPATCH, COMBINE):
             sizes = [size_of(variant, each, ranks.world) for each in tokens]
 

@@ -18,9 +18,9 @@ from weaveopt.measure.cases.family import Family
 from weaveopt.measure.clock import Launch, Sample
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.fit import never_falling
-from weaveopt.measure.overlapped import FEW_TOKENS, Case, Sizes, Times, cases_of, measured_times, write_curves
+from weaveopt.measure.overlapped import FEW_TOKENS, Case, MeasuredSizes, Times, cases_of, measured_times, write_curves
 from weaveopt.measure.ranks import Ranks
-from weaveopt.measure.session import Rows, Session
+from weaveopt.measure.session import CalibrationSession, Rows
 from weaveopt.ops.gemm_comm.all_gather.call import ALL_GATHER, AllGatherGemmCall
 from weaveopt.ops.gemm_comm.all_gather.op import SITES
 from weaveopt.records.candidate import Fabric
@@ -35,11 +35,11 @@ GPU_VARIANT = "copies"
 TIMEOUT_S = 60.0
 
 PUSHED_CUTS = {
-    TileConfig(256, 1): Sizes(),
-    TileConfig(256, 4): Sizes(),
-    TileConfig(256, 8): Sizes(),
-    TileConfig(160, 2): Sizes(most_tokens=FEW_TOKENS),
-    TileConfig(128, 2): Sizes(most_tokens=FEW_TOKENS),
+    TileConfig(256, 1): MeasuredSizes(),
+    TileConfig(256, 4): MeasuredSizes(),
+    TileConfig(256, 8): MeasuredSizes(),
+    TileConfig(160, 2): MeasuredSizes(most_tokens=FEW_TOKENS),
+    TileConfig(128, 2): MeasuredSizes(most_tokens=FEW_TOKENS),
 }
 """Tile configurations. With few panel pairs in a group rows are read in their order of arrival; with more the weight
 is read from memory less often. With few tokens only tiles of one of the widths may fill whole waves."""
@@ -79,7 +79,7 @@ class AllGathers(Family):
     times: dict[int, Rows] = field(default_factory=dict)
     """(bytes, time) by number of ranks."""
 
-    def measure_together(self, session: Session, ranks: Ranks) -> None:
+    def measure_together(self, session: CalibrationSession, ranks: Ranks) -> None:
         exponents = EXPONENTS[:: 4 if session.quick else 1]
         own = sorted({max((1 << each) // (ROW * DTYPE.itemsize * ranks.world), 1) for each in exponents})
         call = call_of(ranks, own[-1] * ranks.world, Fabric.PEER if session.is_gpu else Fabric.SHM)
@@ -129,7 +129,7 @@ class PushedGathers(Family):
     devices: ClassVar = frozenset({"cuda"})
     times: Times[TileConfig] = field(default_factory=dict)
 
-    def measure_together(self, session: Session, ranks: Ranks) -> None:
+    def measure_together(self, session: CalibrationSession, ranks: Ranks) -> None:
         every = [case for case in cases(session.quick) if has_kernel(case, ranks)]
         if not every:
             return

@@ -21,14 +21,14 @@ from weaveopt.measure.overlapped import (
     FEW_TOKENS,
     SHALLOW,
     Case,
-    Sizes,
+    MeasuredSizes,
     Times,
     cases_of,
     measured_times,
     write_curves,
 )  # fmt: skip
 from weaveopt.measure.ranks import Ranks
-from weaveopt.measure.session import Session
+from weaveopt.measure.session import CalibrationSession
 from weaveopt.ops.gemm_comm.all_reduce.call import ALL_REDUCE, GemmReductionCall, HandsOut, WeightLayout
 from weaveopt.ops.reduction.buffers import memory_plan
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
@@ -37,13 +37,13 @@ from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
 
 Kernel = tuple[HandsOut, TileConfig]
-CUTS: Mapping[Kernel, Sizes] = MappingProxyType({
-    (HandsOut.NORM, TileConfig(256, 1, 4)): Sizes(),
-    (HandsOut.NORM, TileConfig(256, 4, 4)): Sizes(),
-    (HandsOut.NORM, TileConfig(256, 2, 16)): Sizes(most_depth=SHALLOW),
-    (HandsOut.NORM, TileConfig(128, 2, 4)): Sizes(most_tokens=FEW_TOKENS),
-    (HandsOut.SUM, TileConfig(256, 1, 4)): Sizes(),
-    (HandsOut.BOTH, TileConfig(256, 1, 4)): Sizes(),
+CUTS: Mapping[Kernel, MeasuredSizes] = MappingProxyType({
+    (HandsOut.NORM, TileConfig(256, 1, 4)): MeasuredSizes(),
+    (HandsOut.NORM, TileConfig(256, 4, 4)): MeasuredSizes(),
+    (HandsOut.NORM, TileConfig(256, 2, 16)): MeasuredSizes(most_depth=SHALLOW),
+    (HandsOut.NORM, TileConfig(128, 2, 4)): MeasuredSizes(most_tokens=FEW_TOKENS),
+    (HandsOut.SUM, TileConfig(256, 1, 4)): MeasuredSizes(),
+    (HandsOut.BOTH, TileConfig(256, 1, 4)): MeasuredSizes(),
 })  # fmt: skip
 """Fastest of several: for a GEMM that dominates, with a longer weight, for an exchange that dominates, and with few
 waves of tiles."""
@@ -104,13 +104,13 @@ def launch(case: Case[Kernel], ranks: Ranks) -> Launch:
 
 
 @dataclass
-class TileKernels(Family):
+class TileMeasurements(Family):
     """Measurements on the fabric `peer` of the whole kernel, at each depth of the GEMM."""
 
     devices: ClassVar = frozenset({"cuda"})
     times: Times[Kernel] = field(default_factory=dict)
 
-    def measure_together(self, session: Session, ranks: Ranks) -> None:
+    def measure_together(self, session: CalibrationSession, ranks: Ranks) -> None:
         every = [case for case in cases(session.quick) if is_supported(case, ranks)]
         if not every:
             return

@@ -19,9 +19,9 @@ from weaveopt.measure.cases.family import Family
 from weaveopt.measure.clock import Launch, Sample
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.fit import never_falling
-from weaveopt.measure.overlapped import SHALLOW, Case, Sizes, Times, cases_of, measured_times, write_curves
+from weaveopt.measure.overlapped import SHALLOW, Case, MeasuredSizes, Times, cases_of, measured_times, write_curves
 from weaveopt.measure.ranks import Ranks
-from weaveopt.measure.session import Rows, Session
+from weaveopt.measure.session import CalibrationSession, Rows
 from weaveopt.ops.gemm_comm.reduce_scatter.call import REDUCE_SCATTER, GemmReduceScatterCall
 from weaveopt.ops.gemm_comm.reduce_scatter.op import SITES
 from weaveopt.records.candidate import Fabric
@@ -38,9 +38,9 @@ GPU_VARIANT = "partials"
 TIMEOUT_S = 60.0
 
 TILE_CUTS = {
-    TileConfig(256, 1, 4): Sizes(),
-    TileConfig(256, 4, 4): Sizes(),
-    TileConfig(256, 2, 16): Sizes(most_depth=SHALLOW),
+    TileConfig(256, 1, 4): MeasuredSizes(),
+    TileConfig(256, 4, 4): MeasuredSizes(),
+    TileConfig(256, 2, 16): MeasuredSizes(most_depth=SHALLOW),
 }
 """Fastest of several: for sums that are ready early, for a long weight, and for an exchange that dominates."""
 TAKEN_BYTES_PER_US = 3e5
@@ -83,7 +83,7 @@ class ReduceScatters(Family):
     times: dict[int, Rows] = field(default_factory=dict)
     """(bytes, time) by number of ranks."""
 
-    def measure_together(self, session: Session, ranks: Ranks) -> None:
+    def measure_together(self, session: CalibrationSession, ranks: Ranks) -> None:
         counts = sorted({rows_of(1 << each, ranks.world) for each in EXPONENTS[:: 4 if session.quick else 1]})
         call = call_of(ranks, counts[-1], Fabric.PEER if session.is_gpu else Fabric.SHM)
         reserve(ranks, call)
@@ -137,7 +137,7 @@ class ScatteredTiles(Family):
     devices: ClassVar = frozenset({"cuda"})
     times: Times[TileConfig] = field(default_factory=dict)
 
-    def measure_together(self, session: Session, ranks: Ranks) -> None:
+    def measure_together(self, session: CalibrationSession, ranks: Ranks) -> None:
         every = [case for case in cases(session.quick) if has_kernel(case, ranks)]
         if not every:
             return

@@ -20,23 +20,23 @@ from weaveopt.measure.overlapped import (
     FEW_TOKENS,
     SHALLOW,
     Case,
-    Sizes,
+    MeasuredSizes,
     Times,
     cases_of,
     measured_times,
     write_curves,
 )
 from weaveopt.measure.ranks import Ranks
-from weaveopt.measure.session import Session
+from weaveopt.measure.session import CalibrationSession
 from weaveopt.ops.gemm_comm.reduce_scatter.call import REDUCE_SCATTER_NORM as NORMED
 from weaveopt.ops.gemm_comm.reduce_scatter.call import GemmReduceScatterNormCall
 from weaveopt.records.candidate import Fabric
 
-CUTS: Mapping[TileConfig, Sizes] = MappingProxyType({
-    TileConfig(256, 1, 4): Sizes(),
-    TileConfig(256, 4, 4): Sizes(),
-    TileConfig(256, 2, 16): Sizes(most_depth=SHALLOW),
-    TileConfig(128, 2, 4): Sizes(most_tokens=FEW_TOKENS),
+CUTS: Mapping[TileConfig, MeasuredSizes] = MappingProxyType({
+    TileConfig(256, 1, 4): MeasuredSizes(),
+    TileConfig(256, 4, 4): MeasuredSizes(),
+    TileConfig(256, 2, 16): MeasuredSizes(most_depth=SHALLOW),
+    TileConfig(128, 2, 4): MeasuredSizes(most_tokens=FEW_TOKENS),
 })  # fmt: skip
 EPS = 1e-5
 
@@ -71,7 +71,7 @@ class NormedTiles(Family):
     devices: ClassVar = frozenset({"cuda"})
     times: Times[TileConfig] = field(default_factory=dict)
 
-    def measure_together(self, session: Session, ranks: Ranks) -> None:
+    def measure_together(self, session: CalibrationSession, ranks: Ranks) -> None:
         every = [case for case in cases(session.quick) if has_kernel(case, ranks)]
         if not every:
             return

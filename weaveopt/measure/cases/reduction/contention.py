@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from weaveopt.cost_model.machine import Contention, ContentionRow
-from weaveopt.measure.beside import LargeGemm, Step, beside_us
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.cases.reduction.calls import Fused, fused_peer
 from weaveopt.measure.clock import Launch
+from weaveopt.measure.concurrent_kernels import LargeGemm, Step, concurrent_us
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.ranks import Ranks
-from weaveopt.measure.session import Session
+from weaveopt.measure.session import CalibrationSession
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 
 TOKENS, HIDDEN = 4096, 8192
@@ -33,10 +33,10 @@ def contention_rows(ranks: Ranks) -> list[ContentionRow]:
     for fused in kernels():
         exchange = fused_peer(ranks, fused)
         step = _numbered(exchange)
-        alone_us, exchange_us = beside_us(ranks, gemm, 12, None, 0), beside_us(ranks, step, 24, None, 0)
+        alone_us, exchange_us = concurrent_us(ranks, gemm, 12, None, 0), concurrent_us(ranks, step, 24, None, 0)
         # The other one runs from before the timed one's start until after its end.
-        gemm_us = beside_us(ranks, gemm, 12, step, 2 * 12 * alone_us / exchange_us)
-        exchange_beside_us = beside_us(ranks, step, 24, gemm, 3 * 24 * exchange_us / alone_us)
+        gemm_us = concurrent_us(ranks, gemm, 12, step, 2 * 12 * alone_us / exchange_us)
+        exchange_beside_us = concurrent_us(ranks, step, 24, gemm, 3 * 24 * exchange_us / alone_us)
         found.append(
             ContentionRow(
                 fused.row.num_ctas,
@@ -61,7 +61,7 @@ class StreamContention(Family):
     devices: ClassVar = frozenset({"cuda"})
     rows: list[ContentionRow] = field(default_factory=list)
 
-    def measure_together(self, session: Session, ranks: Ranks) -> None:
+    def measure_together(self, session: CalibrationSession, ranks: Ranks) -> None:
         if ranks.world == session.world and not session.quick:
             session.tell("GEMM beside exchange", 0, 1)
             self.rows = contention_rows(ranks)

@@ -22,7 +22,7 @@ from weaveopt.measure.cases.reduction.calls import DTYPE, Fused, fused_hosts, re
 from weaveopt.measure.cases.reduction.curves import Times, curve_of
 from weaveopt.measure.clock import Sample, barrier, sample_of
 from weaveopt.measure.ranks import Ranks, subgroup
-from weaveopt.measure.session import Rows, Session
+from weaveopt.measure.session import CalibrationSession, Rows
 from weaveopt.ops.reduction.variant import BETWEEN_GPUS, Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 
@@ -60,14 +60,14 @@ class GpuHosts:
     reduced: Rows = field(default_factory=list)
     """Times of the library's all-reduce."""
 
-    def measure(self, session: Session) -> None:
+    def measure(self, session: CalibrationSession) -> None:
         """Every rank calls it, after it has measured what a launch takes."""
         ranks = subgroup(self.hosts * self.ranks_of_host, session.device)
         self._measure_kernels(session, ranks)
         self._measure_library(session, ranks)
         barrier()
 
-    def _measure_kernels(self, session: Session, ranks: Ranks) -> None:
+    def _measure_kernels(self, session: CalibrationSession, ranks: Ranks) -> None:
         every = list(kernels(session.quick))
         # One arena for all that is captured, before any of it is: graphs hold its addresses.
         reserve_hosts(ranks, self.hosts, every)
@@ -84,7 +84,7 @@ class GpuHosts:
             rows = session.curve(what, [fused.bytes for fused in sizes], take)
             self.times[ranks.world, row, replace(sizes[0].row, max_tokens=0)] = rows
 
-    def _measure_library(self, session: Session, ranks: Ranks) -> None:
+    def _measure_library(self, session: CalibrationSession, ranks: Ranks) -> None:
         sizes = REDUCED_BYTES[::3] if session.quick else REDUCED_BYTES
 
         def take(index: int) -> Sample:

@@ -17,14 +17,14 @@ import torch.distributed as dist
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.cost_model import Machine
-from weaveopt.cost_model.busy_hosts import BusyHosts
 from weaveopt.cost_model.host_algorithms import host_algorithm
+from weaveopt.cost_model.host_exchange import HostExchangeTerms
 from weaveopt.cost_model.machine import MEASURED, Origin
 from weaveopt.fabrics import tcp
 from weaveopt.fabrics.topology import Topology
 from weaveopt.measure import draft, fit
-from weaveopt.measure.clock import Collectives, Launch, Sample, barrier
-from weaveopt.measure.session import Session
+from weaveopt.measure.clock import CollectiveRendezvous, Launch, Sample, barrier
+from weaveopt.measure.session import CalibrationSession
 from weaveopt.ops.reduction.buffers import memory_plan
 from weaveopt.ops.reduction.call import ReductionCall
 from weaveopt.ops.reduction.prices.estimate import estimate_fused
@@ -56,7 +56,7 @@ class HostExchanges:
     slowdown: float = 1.0
     """Slowdown of a loop run by one rank of each host at once, relative to the first host alone."""
 
-    def measure(self, session: Session, topology: Topology) -> None:
+    def measure(self, session: CalibrationSession, topology: Topology) -> None:
         """Every rank calls it."""
         tokens = TOKENS[::2] if session.quick else TOKENS
         self.slowdown = _slowdown(session, topology)
@@ -67,7 +67,7 @@ class HostExchanges:
             for call in calls:
                 launches[call.table[0].algorithm, count] = _launch(call, count)
         session.tell("exchanges between hosts", 0, 1)
-        samples = session.clock.in_turns(list(launches.values()), [0.0] * len(launches), Collectives())
+        samples = session.clock.in_turns(list(launches.values()), [0.0] * len(launches), CollectiveRendezvous())
         self.times = dict(zip(launches, samples, strict=True))
         barrier()
         tcp.release(topology.group.name)
@@ -79,9 +79,9 @@ class HostExchanges:
     def workload(self, tokens: int) -> Workload:
         return Workload(tokens, tokens, HIDDEN, str(DTYPE)[6:], self.hosts * self.ranks_per_host, self.hosts)
 
-    def terms(self, before: Machine) -> BusyHosts:
+    def terms(self, before: Machine) -> HostExchangeTerms:
         """Terms, none below zero, with the least squares of relative errors; the price's other parts are left out."""
-        nothing = BusyHosts(self.origin, self.hosts, self.ranks_per_host, 0.0, 0.0, 0.0, 0.0, 0.0)
+        nothing = HostExchangeTerms(self.origin, self.hosts, self.ranks_per_host, 0.0, 0.0, 0.0, 0.0, 0.0)
         machine = replace(before, busy_hosts=(nothing,))
         rows = []
         for (algorithm, tokens), sample in self.times.items():
@@ -93,7 +93,7 @@ class HostExchanges:
         call_us, round_us, message_us, sent_us, row_us = fit.relative_nonnegative(rows)
         ranks = self.hosts * self.ranks_per_host
         processors = round(ranks / self.slowdown, 2) if self.slowdown > SHARED else 0.0
-        return BusyHosts(
+        return HostExchangeTerms(
             self.origin, self.hosts, self.ranks_per_host, round(call_us, 3), round(round_us, 3), round(message_us, 3),
             round(sent_us, 9), round(row_us, 9), processors,
         )  # fmt: skip
@@ -146,7 +146,7 @@ def _launch(call: ReductionCall, tokens: int) -> Launch:
     return lambda _: op(partial, None, None, residual, None, None, weight, None, text)
 
 
-def _slowdown(session: Session, topology: Topology) -> float:
+def _slowdown(session: CalibrationSession, topology: Topology) -> float:
     """How much longer a loop takes when the first rank of every host runs it than on the first host alone.
 
     The fastest of several each: what else the machine does is no host's.

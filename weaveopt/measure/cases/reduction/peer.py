@@ -13,7 +13,7 @@ from weaveopt.measure.cases.reduction.curves import WHAT, Times, curve_of, peer_
 from weaveopt.measure.clock import Sample
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.ranks import Ranks
-from weaveopt.measure.session import Session
+from weaveopt.measure.session import CalibrationSession
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 
@@ -52,7 +52,7 @@ class PeerKernels(Family):
     devices: ClassVar = frozenset({"cuda"})
     times: Times = field(default_factory=dict)
 
-    def measure_together(self, session: Session, ranks: Ranks) -> None:
+    def measure_together(self, session: CalibrationSession, ranks: Ranks) -> None:
         every = [fused for fused in kernels(session.quick) if is_supported(fused, ranks.world, ranks.device)]
         # One arena for all that is captured, before any of it is: graphs hold its addresses.
         reserve_peer(ranks, [*every, *contention.kernels()])

@@ -12,7 +12,7 @@ from weaveopt.measure.cases.reduction.curves import WHAT, Times, curve_of, shm_l
 from weaveopt.measure.clock import Sample
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.ranks import Ranks
-from weaveopt.measure.session import Session
+from weaveopt.measure.session import CalibrationSession
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 
@@ -30,7 +30,7 @@ class ShmKernels(Family):
     whole_us: dict[int, float] = field(default_factory=dict)
     """Time of the largest two-shot exchange that also distributes the rows of the sum, by world size."""
 
-    def measure_together(self, session: Session, ranks: Ranks) -> None:
+    def measure_together(self, session: CalibrationSession, ranks: Ranks) -> None:
         tokens = TOKENS[::3] if session.quick else TOKENS
         reserve_shm(ranks, ROW, tokens[-1])
         copies_us = [copy_us(session.clock, ranks, count, ROW) for count in tokens]

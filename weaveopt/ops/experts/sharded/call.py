@@ -12,7 +12,7 @@ from weaveopt.errors import WeaveError
 from weaveopt.fabrics.rows_call import RowsCall
 from weaveopt.ops.experts.activation import Activation
 from weaveopt.ops.experts.by_expert import ExpertWeights
-from weaveopt.ops.experts.call import Kernels
+from weaveopt.ops.experts.call import ExpertsKernel
 
 Tensor = torch.Tensor
 
@@ -41,14 +41,14 @@ class ExpertExchangeCall(RowsCall):
     batches: int = 2
     """In how many parts the experts see the rows: 1 waits for all of them, 2 begins with this rank's own."""
 
-    kernels: str = Kernels.TRITON
-    """The experts' kernels on GPUs, a word of `Kernels`."""
+    kernels: str = ExpertsKernel.TRITON
+    """The experts' kernels on GPUs, a word of `ExpertsKernel`."""
     few_tokens: int = 0
     """Largest token count of a rank for which Triton's kernels run, whatever `kernels` are."""
 
     def kernels_at(self, tokens: int) -> str:
         """Whose kernels run for so many tokens of a rank."""
-        return Kernels.TRITON.value if tokens <= self.few_tokens else self.kernels
+        return ExpertsKernel.TRITON.value if tokens <= self.few_tokens else self.kernels
 
     @property
     def act(self) -> Activation:
@@ -92,7 +92,7 @@ def check(x: Tensor, experts: Tensor, weights: Tensor, operands: ExpertWeights, 
             raise WeaveError(f"site {call.site}: {name} is {tensor.dtype}, expected {wanted}")
 
 
-class Traffic(NamedTuple):
+class RowTraffic(NamedTuple):
     """Rows between this rank and others since the site was bound."""
 
     dispatched: int

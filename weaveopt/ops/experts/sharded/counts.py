@@ -42,7 +42,7 @@ def reserve(known: Topology, call: ExpertExchangeCall) -> None:
     shm.reserve(known, plan, 0, call.timeout_s)
 
 
-class TokenCounts:
+class ExchangedCounts:
     """The counts of one call's site, in the memory that `reserve` made."""
 
     __slots__ = ("_caller", "_native")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from weaveopt.ops.experts.by_expert import ExpertWeights, Range, ranges_of, through_experts
+from weaveopt.ops.experts.by_expert import ExpertWeights, RowRange, ranges_of, through_experts
 from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
 
 Tensor = torch.Tensor
@@ -26,7 +26,7 @@ def expert_rows(
     return _in_parts(x, ranges, operands, call)
 
 
-def _in_parts(x: Tensor, ranges: Sequence[Range], operands: ExpertWeights, call: ExpertExchangeCall) -> Tensor:
+def _in_parts(x: Tensor, ranges: Sequence[RowRange], operands: ExpertWeights, call: ExpertExchangeCall) -> Tensor:
     """Differentiable, for no rows too."""
     parts = [_one_expert(x[each.first : each.end], each.expert, operands, call) for each in ranges]
     if not parts:

@@ -44,10 +44,10 @@ from weaveopt.fabrics.arena import transport
 from weaveopt.fabrics.rows_call import BoundCalls, decode, memory_plan
 from weaveopt.ops.experts.by_expert import ExpertWeights
 from weaveopt.ops.experts.sharded import counts
-from weaveopt.ops.experts.sharded.call import ExpertExchangeCall, Traffic, check
+from weaveopt.ops.experts.sharded.call import ExpertExchangeCall, RowTraffic, check
 from weaveopt.ops.experts.sharded.library import derivative, through_library
-from weaveopt.ops.experts.sharded.peer import PeerSite
-from weaveopt.ops.experts.sharded.shm import ShmSite
+from weaveopt.ops.experts.sharded.peer import PeerExpertExchange
+from weaveopt.ops.experts.sharded.shm import ShmExpertExchange
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer
 
@@ -56,18 +56,18 @@ NAME = "expert_exchange"
 CAPTURABLE = "expert_exchange.capturable"
 
 
-class BoundSite(Protocol):
+class BoundExpertExchange(Protocol):
     """A call that runs as it was bound."""
 
     @property
-    def traffic(self) -> Traffic: ...
+    def traffic(self) -> RowTraffic: ...
 
     def run(self, x: Tensor, experts: Tensor, weights: Tensor, operands: ExpertWeights) -> Tensor | None:
         """[tokens, hidden]; None where the library has to run, on all ranks."""
         ...
 
 
-class FabricSite(BoundSite, Protocol):
+class FabricSite(BoundExpertExchange, Protocol):
     """A call bound to the arena of its group."""
 
     @staticmethod
@@ -76,7 +76,7 @@ class FabricSite(BoundSite, Protocol):
         ...
 
     @staticmethod
-    def bind(call: ExpertExchangeCall, text: str, op: str, forget: Callable[[], None]) -> BoundSite:
+    def bind(call: ExpertExchangeCall, text: str, op: str, forget: Callable[[], None]) -> BoundExpertExchange:
         """`call`, encoded as `text`, of the operator `op`; `forget` runs when the arena goes.
 
         Raises `ArenaError` if no arena was reserved or the call does not fit it.
@@ -87,17 +87,19 @@ class FabricSite(BoundSite, Protocol):
 class LibrarySite:
     """A call whose arena could not be had, on any rank."""
 
-    traffic = Traffic(0, 0)
+    traffic = RowTraffic(0, 0)
 
     def run(self, x: Tensor, experts: Tensor, weights: Tensor, operands: ExpertWeights) -> Tensor | None:
         return None
 
 
-SITES: Mapping[Fabric, type[FabricSite]] = MappingProxyType({Fabric.SHM: ShmSite, Fabric.PEER: PeerSite})
+SITES: Mapping[Fabric, type[FabricSite]] = MappingProxyType(
+    {Fabric.SHM: ShmExpertExchange, Fabric.PEER: PeerExpertExchange}
+)
 """Implementation of a call by fabric; the library's is not bound to an arena."""
 
 
-def _bind(call: ExpertExchangeCall, text: str, forget: Callable[[], None]) -> BoundSite | None:
+def _bind(call: ExpertExchangeCall, text: str, forget: Callable[[], None]) -> BoundExpertExchange | None:
     kind = SITES.get(call.fabric)
     if kind is None:
         return None
@@ -106,10 +108,10 @@ def _bind(call: ExpertExchangeCall, text: str, forget: Callable[[], None]) -> Bo
     return kind.bind(call, text, NAME, forget)
 
 
-_bound: BoundCalls[ExpertExchangeCall, BoundSite] = BoundCalls(ExpertExchangeCall, _bind)
+_bound: BoundCalls[ExpertExchangeCall, BoundExpertExchange] = BoundCalls(ExpertExchangeCall, _bind)
 
 
-def traffic(call: str, device: str = "cpu") -> Traffic | None:
+def traffic(call: str, device: str = "cpu") -> RowTraffic | None:
     """Traffic of the encoded `call` so far; None if no fabric of ranks of that device runs it."""
     site = _bound.of(device, call)
     return None if site is None else site.traffic

@@ -27,13 +27,13 @@ from weaveopt.fabrics.peer_rows import VECTOR_BYTES
 from weaveopt.fabrics.traits import TRAITS
 from weaveopt.ops.experts import gpu, hopper
 from weaveopt.ops.experts.by_expert import ExpertWeights
-from weaveopt.ops.experts.call import ExpertsCall, Kernels
+from weaveopt.ops.experts.call import ExpertsCall, ExpertsKernel
 from weaveopt.ops.experts.gpu import MAX_CHOICES, MAX_EXPERTS
 from weaveopt.ops.experts.plan import plan
-from weaveopt.ops.experts.shapes import Operands, Shape
+from weaveopt.ops.experts.shapes import ExpertOperands, ExpertsShape
 from weaveopt.ops.experts.sharded.buffers import needed, placed
-from weaveopt.ops.experts.sharded.call import ExpertExchangeCall, Traffic, check
-from weaveopt.ops.experts.sharded.counts import TokenCounts
+from weaveopt.ops.experts.sharded.call import ExpertExchangeCall, RowTraffic, check
+from weaveopt.ops.experts.sharded.counts import ExchangedCounts
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer
 from weaveopt.wording import counted
@@ -66,7 +66,7 @@ def refusal(world: int, max_tokens: int, choices: int, experts: int, hidden: int
     return ""
 
 
-class PeerSite:
+class PeerExpertExchange:
     """One site, ready to run."""
 
     __slots__ = (
@@ -74,7 +74,7 @@ class PeerSite:
     )  # fmt: skip
 
     def __init__(
-        self, call: ExpertExchangeCall, tag: int, memory: PeerArena, where: str, counts: TokenCounts | None = None
+        self, call: ExpertExchangeCall, tag: int, memory: PeerArena, where: str, counts: ExchangedCounts | None = None
     ) -> None:
         """`counts`: where ranks hold batches of their own."""
         site = _native.GpuShardedMixtureSite()
@@ -107,7 +107,7 @@ class PeerSite:
         return needed(call, Fabric.PEER)
 
     @staticmethod
-    def bind(call: ExpertExchangeCall, text: str, op: str, forget: Callable[[], None]) -> PeerSite:
+    def bind(call: ExpertExchangeCall, text: str, op: str, forget: Callable[[], None]) -> PeerExpertExchange:
         """Raises `ArenaError` if no arena was reserved or the call does not fit it."""
         memory = arena.of(call.group)
         if len(memory.group.ranks) != call.world:
@@ -122,17 +122,17 @@ class PeerSite:
         tag = watchdog.tag_of(zlib.crc32(text.encode()))
         rank = memory.group.ranks[memory.group.rank]
         where = f"weave::{op} at site {call.site}, group {call.group!r}, rank {rank}"
-        counts = None if call.same_tokens else TokenCounts(call, text, op, forget)
-        site = PeerSite(call, tag, memory, where, counts)
+        counts = None if call.same_tokens else ExchangedCounts(call, text, op, forget)
+        site = PeerExpertExchange(call, tag, memory, where, counts)
         watchdog.name_site(tag, watchdog.NamedSite(op, call.site, call.timeout_s))
         memory.at_close(forget)
         return site
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> RowTraffic:
         """Waits for the device."""
         pushed, came_home = self._counted.tolist()
-        return Traffic(pushed, came_home)
+        return RowTraffic(pushed, came_home)
 
     def run(self, x: Tensor, experts: Tensor, weights: Tensor, operands: ExpertWeights) -> Tensor | None:
         """[tokens, hidden]; None, on all ranks, where one has more tokens than were planned for, or the kernels do not
@@ -155,13 +155,21 @@ class PeerSite:
         return self._counts.largest(tokens)
 
     def _exchange(
-        self, x: Tensor, experts: Tensor, weights: Tensor, operands: ExpertWeights, shape: Shape, slot_tokens: int
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        operands: ExpertWeights,
+        shape: ExpertsShape,
+        slot_tokens: int,
     ) -> Tensor:
         with torch.cuda.device(self._arena.device):
             stream = torch.cuda.current_stream().cuda_stream
             self.dispatch(x, experts, slot_tokens, stream)
             received = self._received(slot_tokens, operands)
-            by_hopper = self._call.kernels_at(slot_tokens) == Kernels.HOPPER and not hopper.unsupported(received, shape)
+            by_hopper = self._call.kernels_at(slot_tokens) == ExpertsKernel.HOPPER and not hopper.unsupported(
+                received, shape
+            )
             (self._through_hopper if by_hopper else self._through_triton)(received, shape, slot_tokens, stream)
             return self.combine(x, experts, weights, slot_tokens, stream)
 
@@ -196,7 +204,7 @@ class PeerSite:
         )
         return out
 
-    def _through_triton(self, received: Operands, shape: Shape, slot_tokens: int, stream: int) -> None:
+    def _through_triton(self, received: ExpertOperands, shape: ExpertsShape, slot_tokens: int, stream: int) -> None:
         how = replace(plan(shape, gpu.num_sms(received.x.device), self._call.gated), splits=1)
         early = how.early and gpu.may_launch_early(received.x.device)
         order, table = gpu.route(received.experts, shape, how, early)
@@ -204,7 +212,7 @@ class PeerSite:
         inner = gpu.first_gemm(received.x, order, table, weights, self._experts_call, shape, how)
         gpu.second_gemm(inner, order, table, weights, self._homes, shape, how, slot_tokens * shape.choices)
 
-    def _through_hopper(self, received: Operands, shape: Shape, slot_tokens: int, stream: int) -> None:
+    def _through_hopper(self, received: ExpertOperands, shape: ExpertsShape, slot_tokens: int, stream: int) -> None:
         how = hopper.plan(shape)
         order, table = gpu.route(received.experts, shape, how, how.early)
         weights, routing = received.of_experts, hopper.routing_of(order, table, shape, how)
@@ -215,18 +223,18 @@ class PeerSite:
         )
         hopper.expect_taken(code, "second GEMM", shape)
 
-    def _received(self, slot_tokens: int, operands: ExpertWeights) -> Operands:
+    def _received(self, slot_tokens: int, operands: ExpertWeights) -> ExpertOperands:
         """Received rows as one rank's tokens; there are no routing weights here."""
         slots = self._call.world * slot_tokens
         ids = self._ids[:slots]
-        return Operands(self._rows[:slots], ids, ids, *operands)
+        return ExpertOperands(self._rows[:slots], ids, ids, *operands)
 
-    def _shape(self, slot_tokens: int, operands: ExpertWeights) -> Shape:
+    def _shape(self, slot_tokens: int, operands: ExpertWeights) -> ExpertsShape:
         """Shape of the experts' kernels: all ranks' tokens, since the host does not know which of them were
         received."""
         call, gate_up = self._call, operands.gate_up
         transposed = gate_up.stride(1) == 1 != gate_up.stride(2)
-        return Shape(
+        return ExpertsShape(
             call.world * slot_tokens, call.choices, call.num_experts, call.hidden, operands.down.shape[2], transposed
         )
 

@@ -11,7 +11,7 @@ from weaveopt.fabrics import shm
 from weaveopt.fabrics.shm_calls import Caller, failure, tag_of
 from weaveopt.ops.experts.by_expert import ExpertWeights
 from weaveopt.ops.experts.sharded.buffers import needed, placed
-from weaveopt.ops.experts.sharded.call import ExpertExchangeCall, Traffic, check
+from weaveopt.ops.experts.sharded.call import ExpertExchangeCall, RowTraffic, check
 from weaveopt.ops.experts.sharded.local_experts import expert_rows
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer
@@ -25,7 +25,7 @@ except ImportError:  # built without it: no arena can be reserved, and no site i
 Tensor = torch.Tensor
 
 
-class ShmSite:
+class ShmExpertExchange:
     """One site, ready to run."""
 
     __slots__ = ("_call", "_caller", "_native")
@@ -55,13 +55,13 @@ class ShmSite:
         return needed(call, Fabric.SHM)
 
     @staticmethod
-    def bind(call: ExpertExchangeCall, text: str, op: str, forget: Callable[[], None]) -> ShmSite:
+    def bind(call: ExpertExchangeCall, text: str, op: str, forget: Callable[[], None]) -> ShmExpertExchange:
         """Raises `ArenaError` if no arena was reserved or the call does not fit it."""
-        return ShmSite(call, text, op, forget)
+        return ShmExpertExchange(call, text, op, forget)
 
     @property
-    def traffic(self) -> Traffic:
-        return Traffic(self._native.rows_dispatched, self._native.rows_returned)
+    def traffic(self) -> RowTraffic:
+        return RowTraffic(self._native.rows_dispatched, self._native.rows_returned)
 
     def run(self, x: Tensor, experts: Tensor, weights: Tensor, operands: ExpertWeights) -> Tensor | None:
         """[tokens, hidden]; None, on all ranks, where one of them has more tokens than were planned for."""

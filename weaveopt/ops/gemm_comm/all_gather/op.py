@@ -32,8 +32,8 @@ import torch
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics.rows_call import BoundCalls, decode
 from weaveopt.ops.gemm_comm.all_gather.call import AllGatherGemmCall, Weights
-from weaveopt.ops.gemm_comm.all_gather.peer import PeerSite
-from weaveopt.ops.gemm_comm.all_gather.shm import ShmSite
+from weaveopt.ops.gemm_comm.all_gather.peer import PeerAllGatherGemm
+from weaveopt.ops.gemm_comm.all_gather.shm import ShmAllGatherGemm
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer
 
@@ -42,7 +42,7 @@ _c10d = torch.ops._c10d_functional
 NAME = "all_gather_gemm"
 
 
-class BoundSite(Protocol):
+class BoundAllGatherGemm(Protocol):
     """A call bound to the arena of its group."""
 
     @staticmethod
@@ -51,7 +51,7 @@ class BoundSite(Protocol):
         ...
 
     @staticmethod
-    def bind(call: AllGatherGemmCall, text: str, op: str, forget: Callable[[], None]) -> BoundSite:
+    def bind(call: AllGatherGemmCall, text: str, op: str, forget: Callable[[], None]) -> BoundAllGatherGemm:
         """`call`, encoded as `text`, of the operator `op`; `forget` runs when the arena goes.
 
         Raises `ArenaError` if no arena was reserved or the call does not fit it.
@@ -63,16 +63,18 @@ class BoundSite(Protocol):
         ...
 
 
-SITES: Mapping[Fabric, type[BoundSite]] = MappingProxyType({Fabric.SHM: ShmSite, Fabric.PEER: PeerSite})
+SITES: Mapping[Fabric, type[BoundAllGatherGemm]] = MappingProxyType(
+    {Fabric.SHM: ShmAllGatherGemm, Fabric.PEER: PeerAllGatherGemm}
+)
 """Implementation of a call by fabric; the library's is not bound to an arena."""
 
 
-def _bind(call: AllGatherGemmCall, text: str, forget: Callable[[], None]) -> BoundSite | None:
+def _bind(call: AllGatherGemmCall, text: str, forget: Callable[[], None]) -> BoundAllGatherGemm | None:
     kind = SITES.get(call.fabric)
     return None if kind is None else kind.bind(call, text, NAME, forget)
 
 
-_bound: BoundCalls[AllGatherGemmCall, BoundSite] = BoundCalls(AllGatherGemmCall, _bind)
+_bound: BoundCalls[AllGatherGemmCall, BoundAllGatherGemm] = BoundCalls(AllGatherGemmCall, _bind)
 
 
 def gathered(shards: Sequence[Tensor], outer: int, call: AllGatherGemmCall) -> Tensor:

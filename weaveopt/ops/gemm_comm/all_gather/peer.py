@@ -39,7 +39,7 @@ Tensor = torch.Tensor
 GATHERED = "gathered"
 
 
-class PeerSite:
+class PeerAllGatherGemm:
     """One site, ready to run."""
 
     __slots__ = ("_call", "_cut", "_native", "_rows", "_side", "_unsupported")
@@ -64,10 +64,10 @@ class PeerSite:
         return (buffer_for(GATHERED, rows * call.hidden * DTYPE_BYTES[call.dtype]),)
 
     @staticmethod
-    def bind(call: AllGatherGemmCall, text: str, op: str, forget: Callable[[], None]) -> PeerSite:
+    def bind(call: AllGatherGemmCall, text: str, op: str, forget: Callable[[], None]) -> PeerAllGatherGemm:
         """Raises `ArenaError` if no arena was reserved or the call does not fit it."""
-        [need] = PeerSite.buffers(call)
-        return PeerSite(call, PeerRows(call, text, op, need, forget))
+        [need] = PeerAllGatherGemm.buffers(call)
+        return PeerAllGatherGemm(call, PeerRows(call, text, op, need, forget))
 
     def run(self, shard: Tensor, weights: Weights, outer: int) -> tuple[Tensor, list[Tensor]] | None:
         """The gathered rows, empty if they are not returned, and the GEMMs' results; None where there are more rows

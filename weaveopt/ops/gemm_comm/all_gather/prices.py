@@ -15,7 +15,7 @@ from weaveopt.cost_model.tile_config import PUSHED, TileConfig
 from weaveopt.fabrics.topology import Topology
 from weaveopt.ops.gemm_comm.all_gather.op import SITES
 from weaveopt.ops.gemm_comm.all_gather.pushed import price, size_refused
-from weaveopt.ops.gemm_comm.prices import Found, Lowered, Priced, on_fabrics, with_gemms
+from weaveopt.ops.gemm_comm.prices import Found, GemmCommPlan, PricedOperation, on_fabrics, with_gemms
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term, Values
 from weaveopt.records.site import DTYPE_BYTES, TokenCounts
 
@@ -26,7 +26,7 @@ EXCHANGE = "all_gather"
 
 
 @dataclass(frozen=True)
-class Work:
+class AllGatherGemmWork:
     """Work of the operation on every rank, at the hint."""
 
     tokens: int
@@ -47,16 +47,16 @@ class Work:
 
 def candidates(
     rule: str,
-    work: Work,
+    work: AllGatherGemmWork,
     tokens: TokenCounts,
     topology: Topology,
     machine: Machine,
     usable_only: bool,
     pushed_refused: tuple[Rejection, ...] = (),
-) -> Iterator[tuple[Candidate, Lowered]]:
+) -> Iterator[tuple[Candidate, GemmCommPlan]]:
     """Candidates of `rule`. `pushed_refused`: rejections of the kernel `pushed` at the site, whatever the sizes."""
     parameters = (("gemms", len(work.gemms)), ("hands_out_rows", work.hands_out_rows))
-    priced = Priced(rule, work, tokens, machine, EXCHANGE, partial(_estimate, machine, work), parameters, True)
+    priced = PricedOperation(rule, work, tokens, machine, EXCHANGE, partial(_estimate, machine, work), parameters, True)
 
     def on_gpus(limits: tuple[Rejection, ...]) -> list[Found]:
         return [
@@ -67,7 +67,7 @@ def candidates(
     return on_fabrics(priced, SITES, topology, usable_only, on_gpus)
 
 
-def _pushed(priced: Priced, work: Work, refused: tuple[Rejection, ...]) -> Found:
+def _pushed(priced: PricedOperation, work: AllGatherGemmWork, refused: tuple[Rejection, ...]) -> Found:
     """GEMMs that begin before all rows are here."""
     fabric = Fabric.PEER
     if not work.gemms:
@@ -85,7 +85,7 @@ def _pushed(priced: Priced, work: Work, refused: tuple[Rejection, ...]) -> Found
     return priced.overlapped(fabric, PUSHED, reasons, found, parameters_of)
 
 
-def _estimate(machine: Machine, work: Work, fabric: Fabric, parts: tuple[float, float]) -> Estimate:
+def _estimate(machine: Machine, work: AllGatherGemmWork, fabric: Fabric, parts: tuple[float, float]) -> Estimate:
     """`gemm` (as without a rewrite), `synchronize`, `gather`, `host`, and on GPUs `rows` where they are returned."""
     latency_us, rest_us = parts
     uncertain = (

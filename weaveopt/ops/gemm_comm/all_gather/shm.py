@@ -26,7 +26,7 @@ def _num_bytes(call: AllGatherGemmCall) -> int:
     return -(-call.max_tokens // call.world) * call.hidden * DTYPE_BYTES[call.dtype]
 
 
-class ShmSite:
+class ShmAllGatherGemm:
     """One site, ready to run."""
 
     __slots__ = ("_call", "_native", "_rows")
@@ -41,9 +41,9 @@ class ShmSite:
         return buffers_for(_num_bytes(call))
 
     @staticmethod
-    def bind(call: AllGatherGemmCall, text: str, op: str, forget: Callable[[], None]) -> ShmSite:
+    def bind(call: AllGatherGemmCall, text: str, op: str, forget: Callable[[], None]) -> ShmAllGatherGemm:
         """Raises `ArenaError` if no arena was reserved or the call does not fit it."""
-        return ShmSite(call, SharedRows(call, text, op, _num_bytes(call), forget))
+        return ShmAllGatherGemm(call, SharedRows(call, text, op, _num_bytes(call), forget))
 
     def run(self, shard: Tensor, weights: Weights, outer: int) -> tuple[Tensor, list[Tensor]] | None:
         """The gathered rows and the GEMMs' results; None where there are more rows than were planned for."""

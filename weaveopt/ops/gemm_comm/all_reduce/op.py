@@ -46,7 +46,7 @@ from weaveopt.ops.gemm_comm.all_reduce.call import GemmReductionCall, decode
 from weaveopt.ops.gemm_comm.all_reduce.operands import gemm_of
 from weaveopt.ops.gemm_comm.all_reduce.shm import ShmGemm
 from weaveopt.ops.reduction.call import SumOut
-from weaveopt.ops.reduction.operands import Argument, Gemm, Operands, Results, split
+from weaveopt.ops.reduction.operands import Argument, DeferredGemm, EpilogueOperands, Results, split
 from weaveopt.ops.reduction.reference import through_library
 from weaveopt.records.candidate import Fabric
 
@@ -54,24 +54,24 @@ Tensor = torch.Tensor
 NAME = "gemm_all_reduce_norm"
 
 
-class BoundSite(Protocol):
+class BoundGemmAllReduce(Protocol):
     """A call bound to the arena of its group."""
 
-    def run(self, gemm: Gemm, operands: Operands) -> Results | None:
+    def run(self, gemm: DeferredGemm, operands: EpilogueOperands) -> Results | None:
         """normalized and sum; None where the library has to run."""
         ...
 
 
-Bind = Callable[[GemmReductionCall, str, str, Callable[[], None]], BoundSite]
+Bind = Callable[[GemmReductionCall, str, str, Callable[[], None]], BoundGemmAllReduce]
 
 SITES: Mapping[Fabric, Bind] = MappingProxyType({Fabric.SHM: ShmGemm.bind, Fabric.PEER: peer.bind})
 """Function that binds a call, by fabric; the library's is not bound to an arena."""
 
-_bound: Mapping[str, dict[str, BoundSite]] = MappingProxyType({"cpu": {}, "cuda": {}})
+_bound: Mapping[str, dict[str, BoundGemmAllReduce]] = MappingProxyType({"cpu": {}, "cuda": {}})
 """Sites by device and encoded call, bound to the arena that they ran in last."""
 
 
-def _bind(device: str, text: str) -> BoundSite | None:
+def _bind(device: str, text: str) -> BoundGemmAllReduce | None:
     """The bound site; None where the library runs, as for tensors of a device that the fabric does not join."""
     call = decode(text)
     fabric = call.reduction.fabric

@@ -48,8 +48,8 @@ from weaveopt.fabrics.peer_rows import second_stream
 from weaveopt.ops.gemm_comm.all_reduce.call import CHUNKS, GemmReductionCall
 from weaveopt.ops.gemm_comm.all_reduce.operands import rows_of
 from weaveopt.ops.reduction.launches import Tiled
-from weaveopt.ops.reduction.operands import Gemm, Operands, Results
-from weaveopt.ops.reduction.peer import PeerSite
+from weaveopt.ops.reduction.operands import DeferredGemm, EpilogueOperands, Results
+from weaveopt.ops.reduction.peer import PeerReduction
 
 try:
     from weaveopt import _native
@@ -64,10 +64,10 @@ class PeerChunks:
 
     __slots__ = ("_call", "_hidden", "_site")
 
-    def __init__(self, call: GemmReductionCall, site: PeerSite) -> None:
+    def __init__(self, call: GemmReductionCall, site: PeerReduction) -> None:
         self._call, self._site, self._hidden = call, site, call.reduction.hidden
 
-    def run(self, gemm: Gemm, operands: Operands) -> Results | None:
+    def run(self, gemm: DeferredGemm, operands: EpilogueOperands) -> Results | None:
         """normalized and sum; None where the library has to run."""
         site, tokens = self._site, gemm.num_tokens
         chunks = site.begin(tokens, self._call.chunk_tokens(tokens))
@@ -109,7 +109,7 @@ class PeerTiles:
 
     __slots__ = ("_hidden", "_site", "_tiles", "_unsupported")
 
-    def __init__(self, call: GemmReductionCall, site: PeerSite) -> None:
+    def __init__(self, call: GemmReductionCall, site: PeerReduction) -> None:
         assert call.cut is not None, f"site {call.reduction.site}: tiles without a configuration"
         self._site, self._hidden = site, call.reduction.hidden
         self._tiles = _native.TileConfig(
@@ -118,7 +118,7 @@ class PeerTiles:
         self._unsupported: dict[int, str] = {}
         """Reason why the device has no kernel for a GEMM, by its depth; empty if it has one."""
 
-    def run(self, gemm: Gemm, operands: Operands) -> Results | None:
+    def run(self, gemm: DeferredGemm, operands: EpilogueOperands) -> Results | None:
         """normalized and sum; None where the library has to run, which is so on all ranks or on none."""
         site, tokens, k = self._site, gemm.num_tokens, gemm.a.shape[1]
         pieces = site.begin(tokens)
@@ -152,7 +152,7 @@ def bind(call: GemmReductionCall, text: str, op: str, forget: Callable[[], None]
     variant = VARIANTS.get(call.variant)
     if variant is None:
         raise WeaveError(f"site {call.reduction.site}: GPUs have no variant {call.variant!r}, but {sorted(VARIANTS)}")
-    site = PeerSite.bind(call.reduction, text, op, forget)
+    site = PeerReduction.bind(call.reduction, text, op, forget)
     if call.variant == CHUNKS:
         second_stream(torch.cuda.current_device())
     return variant(call, site)

@@ -13,8 +13,8 @@ import torch
 from weaveopt.errors import WeaveError
 from weaveopt.ops.gemm_comm.all_reduce.call import GemmReductionCall
 from weaveopt.ops.gemm_comm.all_reduce.operands import rows_of
-from weaveopt.ops.reduction.operands import Gemm, Operands, Results
-from weaveopt.ops.reduction.shm import ShmSite
+from weaveopt.ops.reduction.operands import DeferredGemm, EpilogueOperands, Results
+from weaveopt.ops.reduction.shm import ShmReduction
 from weaveopt.wording import counted
 
 Tensor = torch.Tensor
@@ -25,7 +25,7 @@ class ShmGemm:
 
     __slots__ = ("_call", "_site")
 
-    def __init__(self, call: GemmReductionCall, site: ShmSite) -> None:
+    def __init__(self, call: GemmReductionCall, site: ShmReduction) -> None:
         self._call, self._site = call, site
 
     @staticmethod
@@ -36,9 +36,9 @@ class ShmGemm:
         """
         if call.variant != "chunks":
             raise WeaveError(f"site {call.reduction.site}: CPU ranks have no variant {call.variant!r}")
-        return ShmGemm(call, ShmSite.bind(call.reduction, text, op, forget))
+        return ShmGemm(call, ShmReduction.bind(call.reduction, text, op, forget))
 
-    def run(self, gemm: Gemm, operands: Operands) -> Results | None:
+    def run(self, gemm: DeferredGemm, operands: EpilogueOperands) -> Results | None:
         """normalized and sum; None where the library has to run."""
         site, hidden, tokens = self._site, self._call.reduction.hidden, gemm.num_tokens
         most, residual = self._call.chunk_tokens(tokens), operands.residual

@@ -71,7 +71,7 @@ class GemmReduceScatterNormCall(RowsCall):
         )  # fmt: skip
 
 
-class Part(NamedTuple):
+class ShardLayout(NamedTuple):
     """A partial result is [outer, world, inner, row], and a rank's part [outer, inner, row] of its own number."""
 
     outer: int
@@ -83,15 +83,15 @@ class Part(NamedTuple):
         return (self.outer, self.row) if call.columns else (self.outer * self.inner, self.row)
 
 
-def part_of(call: GemmReduceScatterCall, tokens: int, outer: int) -> Part:
+def part_of(call: GemmReduceScatterCall, tokens: int, outer: int) -> ShardLayout:
     """This rank's part of a partial result of `tokens` rows. Raises `WeaveError` if it does not divide by the ranks."""
     if not call.columns:
-        return Part(outer, call.rows_of_rank(tokens, outer), call.hidden)
+        return ShardLayout(outer, call.rows_of_rank(tokens, outer), call.hidden)
     if call.hidden % call.world:
         raise WeaveError(
             f"site {call.site}: {counted(call.hidden, 'column')} do not divide by {counted(call.world, 'rank')}"
         )
-    return Part(tokens, 1, call.hidden // call.world)
+    return ShardLayout(tokens, 1, call.hidden // call.world)
 
 
 class Products(NamedTuple):

@@ -32,15 +32,15 @@ from weaveopt.fabrics import topology
 from weaveopt.fabrics.rows_call import BoundCalls, decode
 from weaveopt.ops.gemm_comm.reduce_scatter import fake
 from weaveopt.ops.gemm_comm.reduce_scatter.call import GemmReduceScatterNormCall, Products, part_of
-from weaveopt.ops.gemm_comm.reduce_scatter.op import SITES, BoundSite, compare, compare_again
-from weaveopt.ops.gemm_comm.reduce_scatter.peer import PeerSite
+from weaveopt.ops.gemm_comm.reduce_scatter.op import SITES, BoundGemmReduceScatter, compare, compare_again
+from weaveopt.ops.gemm_comm.reduce_scatter.peer import PeerGemmReduceScatter
 from weaveopt.ops.gemm_comm.reduce_scatter.reference import add_and_normalize, through_library
 
 Tensor = torch.Tensor
 NAME = "gemm_reduce_scatter_norm"
 
 
-def _bind(call: GemmReduceScatterNormCall, text: str, forget: Callable[[], None]) -> BoundSite | None:
+def _bind(call: GemmReduceScatterNormCall, text: str, forget: Callable[[], None]) -> BoundGemmReduceScatter | None:
     """Binds the reduce-scatter that sums the rows."""
 
     def forget_all() -> None:
@@ -51,7 +51,7 @@ def _bind(call: GemmReduceScatterNormCall, text: str, forget: Callable[[], None]
     return None if kind is None else kind.bind(call.scatter, text, NAME, forget_all)
 
 
-_bound: BoundCalls[GemmReduceScatterNormCall, BoundSite] = BoundCalls(GemmReduceScatterNormCall, _bind)
+_bound: BoundCalls[GemmReduceScatterNormCall, BoundGemmReduceScatter] = BoundCalls(GemmReduceScatterNormCall, _bind)
 
 
 def _check(site: GemmReduceScatterNormCall, products: Products, residual: Tensor, weight: Tensor | None) -> None:
@@ -80,7 +80,7 @@ def _run(
         products, site, record = Products([a], [b]), _bound.of(device, call), decode(GemmReduceScatterNormCall, call)
         compare(NAME, record, call, replicated or ())
         _check(record, products, residual, weight)
-        if isinstance(site, PeerSite):
+        if isinstance(site, PeerGemmReduceScatter):
             made = site.run_norm(products, residual, weight, record)
             if made is not None:
                 return made

@@ -36,9 +36,9 @@ from weaveopt.fabrics import replicated as comparing
 from weaveopt.fabrics.rows_call import BoundCalls, decode
 from weaveopt.ops.gemm_comm.reduce_scatter import fake
 from weaveopt.ops.gemm_comm.reduce_scatter.call import GemmReduceScatterCall, GemmReduceScatterNormCall, Products
-from weaveopt.ops.gemm_comm.reduce_scatter.peer import PeerSite
+from weaveopt.ops.gemm_comm.reduce_scatter.peer import PeerGemmReduceScatter
 from weaveopt.ops.gemm_comm.reduce_scatter.reference import through_library
-from weaveopt.ops.gemm_comm.reduce_scatter.shm import ShmSite
+from weaveopt.ops.gemm_comm.reduce_scatter.shm import ShmGemmReduceScatter
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer
 
@@ -46,7 +46,7 @@ Tensor = torch.Tensor
 NAME = "gemm_reduce_scatter"
 
 
-class BoundSite(Protocol):
+class BoundGemmReduceScatter(Protocol):
     """A call bound to the arena of its group."""
 
     @staticmethod
@@ -55,7 +55,7 @@ class BoundSite(Protocol):
         ...
 
     @staticmethod
-    def bind(call: GemmReduceScatterCall, text: str, op: str, forget: Callable[[], None]) -> BoundSite:
+    def bind(call: GemmReduceScatterCall, text: str, op: str, forget: Callable[[], None]) -> BoundGemmReduceScatter:
         """`call`, encoded as `text`, of the operator `op`; `forget` runs when the arena goes.
 
         Raises `ArenaError` if no arena was reserved or the call does not fit it.
@@ -67,7 +67,9 @@ class BoundSite(Protocol):
         ...
 
 
-SITES: Mapping[Fabric, type[BoundSite]] = MappingProxyType({Fabric.SHM: ShmSite, Fabric.PEER: PeerSite})
+SITES: Mapping[Fabric, type[BoundGemmReduceScatter]] = MappingProxyType(
+    {Fabric.SHM: ShmGemmReduceScatter, Fabric.PEER: PeerGemmReduceScatter}
+)
 """Implementation of a call by fabric; the library's is not bound to an arena."""
 
 
@@ -75,7 +77,7 @@ _agreed: set[str] = set()
 """Calls whose replicated values were compared, in a call whose values prove something of later ones."""
 
 
-def _bind(call: GemmReduceScatterCall, text: str, forget: Callable[[], None]) -> BoundSite | None:
+def _bind(call: GemmReduceScatterCall, text: str, forget: Callable[[], None]) -> BoundGemmReduceScatter | None:
     def forget_all() -> None:
         compare_again(text)
         forget()
@@ -109,7 +111,7 @@ def compare_again(text: str) -> None:
     _agreed.discard(text)
 
 
-_bound: BoundCalls[GemmReduceScatterCall, BoundSite] = BoundCalls(GemmReduceScatterCall, _bind)
+_bound: BoundCalls[GemmReduceScatterCall, BoundGemmReduceScatter] = BoundCalls(GemmReduceScatterCall, _bind)
 
 
 def _run(

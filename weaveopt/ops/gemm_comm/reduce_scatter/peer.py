@@ -47,7 +47,7 @@ _WEIGHT_IS_FP32 = 1 << 3
 """Bit of the norm's weight among `_native.ReductionParameters`."""
 
 
-class PeerSite:
+class PeerGemmReduceScatter:
     """One site, ready to run."""
 
     __slots__ = ("_call", "_matrix", "_native", "_norm", "_parameters", "_rows", "_tiles", "_unsupported")
@@ -80,10 +80,10 @@ class PeerSite:
         return (buffer_for(STAGING, rows * call.hidden * DTYPE_BYTES[call.dtype]),)
 
     @staticmethod
-    def bind(call: GemmReduceScatterCall, text: str, op: str, forget: Callable[[], None]) -> PeerSite:
+    def bind(call: GemmReduceScatterCall, text: str, op: str, forget: Callable[[], None]) -> PeerGemmReduceScatter:
         """Raises `ArenaError` if no arena was reserved or the call does not fit it."""
-        [need] = PeerSite.buffers(call)
-        return PeerSite(call, PeerRows(call, text, op, need, forget))
+        [need] = PeerGemmReduceScatter.buffers(call)
+        return PeerGemmReduceScatter(call, PeerRows(call, text, op, need, forget))
 
     def run(self, products: Products, outer: int) -> Tensor | None:
         """This rank's part of the sum; None where there are more rows than were planned for."""

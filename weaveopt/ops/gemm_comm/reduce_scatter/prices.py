@@ -15,7 +15,7 @@ from weaveopt.cost_model import Gemm, Machine, host_us, memory_us
 from weaveopt.cost_model.kernels import traffic_us
 from weaveopt.cost_model.tile_config import TILES, TILES_NORM, TileConfig, TileKernels
 from weaveopt.fabrics.topology import Topology
-from weaveopt.ops.gemm_comm.prices import Found, Lowered, Priced, on_fabrics, with_gemms
+from weaveopt.ops.gemm_comm.prices import Found, GemmCommPlan, PricedOperation, on_fabrics, with_gemms
 from weaveopt.ops.gemm_comm.reduce_scatter.call import REDUCE_SCATTER, REDUCE_SCATTER_NORM
 from weaveopt.ops.gemm_comm.reduce_scatter.op import SITES
 from weaveopt.ops.gemm_comm.reduce_scatter.tiles import price, size_refused
@@ -29,7 +29,7 @@ EXCHANGE = "reduce_scatter"
 
 
 @dataclass(frozen=True)
-class Work:
+class GemmReduceScatterWork:
     """Work of the operation on every rank, at the hint."""
 
     gemms: tuple[Gemm, ...]
@@ -48,18 +48,20 @@ class Work:
 
 def candidates(
     rule: str,
-    work: Work,
+    work: GemmReduceScatterWork,
     tokens: TokenCounts,
     topology: Topology,
     machine: Machine,
     usable_only: bool,
     tiles_refused: tuple[Rejection, ...] = (),
     norm_refused: tuple[Rejection, ...] | None = None,
-) -> Iterator[tuple[Candidate, Lowered]]:
+) -> Iterator[tuple[Candidate, GemmCommPlan]]:
     """Candidates of `rule`. `tiles_refused`: rejections of the kernel of tiles at the site, whatever the sizes;
     `norm_refused`: its rejections with the addition and the norm that follow, None if the rule leaves those alone."""
     parameters = (("gemms", len(work.gemms)),)
-    priced = Priced(rule, work, tokens, machine, EXCHANGE, partial(_estimate, machine, work), parameters, False)
+    priced = PricedOperation(
+        rule, work, tokens, machine, EXCHANGE, partial(_estimate, machine, work), parameters, False
+    )
 
     def on_gpus(limits: tuple[Rejection, ...]) -> list[Found]:
         found = [
@@ -73,7 +75,13 @@ def candidates(
     return on_fabrics(priced, SITES, topology, usable_only, on_gpus)
 
 
-def _tiled(priced: Priced, work: Work, refused: tuple[Rejection, ...], kernels: TileKernels, variant: str) -> Found:
+def _tiled(
+    priced: PricedOperation,
+    work: GemmReduceScatterWork,
+    refused: tuple[Rejection, ...],
+    kernels: TileKernels,
+    variant: str,
+) -> Found:
     """One kernel that sends its tiles; `kernels`: of the curves with its times."""
     gemm, fabric = work.gemms[0], Fabric.PEER
 
@@ -89,7 +97,7 @@ def _tiled(priced: Priced, work: Work, refused: tuple[Rejection, ...], kernels: 
     return priced.overlapped(fabric, variant, reasons, found, parameters_of)
 
 
-def _estimate(machine: Machine, work: Work, fabric: Fabric, parts: tuple[float, float]) -> Estimate:
+def _estimate(machine: Machine, work: GemmReduceScatterWork, fabric: Fabric, parts: tuple[float, float]) -> Estimate:
     """`gemm` (as without a rewrite), `add` (GEMMs and addends summed into one partial result, and residuals added to
     its shard), `synchronize`, `reduce`, `host`: the same terms on every fabric."""
     slowdown, message = machine.oversubscription(work.world, work.hosts), work.message_bytes

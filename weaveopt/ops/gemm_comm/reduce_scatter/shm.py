@@ -25,7 +25,7 @@ def _num_bytes(call: GemmReduceScatterCall) -> int:
     return call.max_tokens * call.hidden * DTYPE_BYTES[call.dtype]
 
 
-class ShmSite:
+class ShmGemmReduceScatter:
     """One site, ready to run."""
 
     __slots__ = ("_call", "_native", "_rows")
@@ -41,9 +41,9 @@ class ShmSite:
         return buffers_for(_num_bytes(call))
 
     @staticmethod
-    def bind(call: GemmReduceScatterCall, text: str, op: str, forget: Callable[[], None]) -> ShmSite:
+    def bind(call: GemmReduceScatterCall, text: str, op: str, forget: Callable[[], None]) -> ShmGemmReduceScatter:
         """Raises `ArenaError` if no arena was reserved or the call does not fit it."""
-        return ShmSite(call, SharedRows(call, text, op, _num_bytes(call), forget))
+        return ShmGemmReduceScatter(call, SharedRows(call, text, op, _num_bytes(call), forget))
 
     def run(self, products: Products, outer: int) -> Tensor | None:
         """This rank's part of the sum; None where there are more rows than were planned for."""

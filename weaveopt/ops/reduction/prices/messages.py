@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from math import ceil
 
-from weaveopt.cost_model import busy_hosts
+from weaveopt.cost_model import host_exchange
 from weaveopt.cost_model.collectives import fabric_costs, inter_link
-from weaveopt.cost_model.host_algorithms import Problem, host_algorithm
+from weaveopt.cost_model.host_algorithms import HostAllReduce, host_algorithm
 from weaveopt.cost_model.kernels import traffic_us
 from weaveopt.cost_model.machine import Machine
 from weaveopt.ops.reduction.prices.workload import Workload
@@ -15,7 +15,7 @@ from weaveopt.records.candidate import Fabric, Term
 from weaveopt.records.site import DTYPE_BYTES
 
 
-def problem_of(workload: Workload, algorithm: Algorithm) -> Problem:
+def problem_of(workload: Workload, algorithm: Algorithm) -> HostAllReduce:
     """Exchange of the busiest host. Hosts divide whole rows among each other: one row among 8 hosts is a single host's
     share, 8 times what it would have of many rows.
     """
@@ -24,7 +24,7 @@ def problem_of(workload: Workload, algorithm: Algorithm) -> Problem:
     if algorithm in (Algorithm.TWO_SHOT, Algorithm.HALVING) and workload.tokens:
         rows = ceil(workload.tokens / ranks_per_host)
         unevenness = ceil(rows / hosts) * hosts / rows
-    return Problem(workload.message_bytes * unevenness, ranks_per_host, hosts, DTYPE_BYTES[workload.dtype])
+    return HostAllReduce(workload.message_bytes * unevenness, ranks_per_host, hosts, DTYPE_BYTES[workload.dtype])
 
 
 def message_terms(machine: Machine, workload: Workload, algorithm: Algorithm, norm_us: float) -> list[Term]:
@@ -45,7 +45,7 @@ def message_terms(machine: Machine, workload: Workload, algorithm: Algorithm, no
 def _busy_us(machine: Machine, workload: Workload, algorithm: Algorithm) -> tuple[float, float] | None:
     """(what does not grow with bytes, what does), where exchanges were measured; None where not."""
     ranks_per_host = workload.world // workload.hosts
-    known = busy_hosts.nearest(machine.busy_hosts, workload.hosts, ranks_per_host)
+    known = host_exchange.nearest(machine.busy_hosts, workload.hosts, ranks_per_host)
     if known is None:
         return None
     traffic = host_algorithm(algorithm.value).traffic(problem_of(workload, algorithm))

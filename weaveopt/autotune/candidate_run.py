@@ -1,4 +1,4 @@
-"""A trial: one candidate of one site, rewritten as it would be in the model, as a function to be called and timed."""
+"""One candidate of one site, rewritten as it would be in the model, as a function to be called and timed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.fx as fx
 from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from weaveopt.autotune.part import NotTimedError, Part, Sizes, part_of, readers_of
+from weaveopt.autotune.graph_part import GraphPart, HintedSizes, NotTimedError, part_of, readers_of
 from weaveopt.measure.clock import Launch
 from weaveopt.pipeline.decide import DecidedGraph, settle
 from weaveopt.pipeline.plan import plan
@@ -41,7 +41,7 @@ class Make(Protocol):
 
 
 @dataclass(frozen=True)
-class Trial:
+class CandidateRun:
     call: Call
     sets: tuple[list[torch.Tensor], ...]
     plans: tuple[MemoryPlan, ...]
@@ -63,15 +63,17 @@ def running() -> Iterator[None]:
         yield
 
 
-def trial_of(
+def candidate_run_of(
     priced: PricedGraph, index: int, position: int | None, rules: RuleSet, context: Context, make: Make
-) -> Trial:
-    """Build the trial of the proposal at `position` of site `index`, alone in its graph; None: of the unmodified site.
+) -> CandidateRun:
+    """Build the run of the proposal at `position` of site `index`, alone in its graph; None: of the unmodified site.
 
     The graph itself is not touched. Raises whatever a step raises, and `NotTimedError`.
     """
     site = priced.problem.sites[index]
-    sizes = Sizes.of(priced.captured.symbolic_tokens if site.found.is_symbolic else None, site.found.site.tokens.hint)
+    sizes = HintedSizes.of(
+        priced.captured.symbolic_tokens if site.found.is_symbolic else None, site.found.site.tokens.hint
+    )
     plans: tuple[MemoryPlan, ...] = ()
     if position is None:
         graph, nodes = priced.captured.graph, _timed(site.found, site)
@@ -81,7 +83,7 @@ def trial_of(
     with unset_fake_temporarily(), torch.no_grad():
         sets = _sets(part)
         call = make(part.module, sets[0])
-    return Trial(call, sets, plans)
+    return CandidateRun(call, sets, plans)
 
 
 def _timed(found: FoundSite, site: PricedSite) -> frozenset[fx.Node]:
@@ -89,14 +91,14 @@ def _timed(found: FoundSite, site: PricedSite) -> frozenset[fx.Node]:
     return found.nodes | found.behind if site.takes_behind else found.nodes
 
 
-def _sets(part: Part) -> tuple[list[torch.Tensor], ...]:
+def _sets(part: GraphPart) -> tuple[list[torch.Tensor], ...]:
     count = min(MOST_SETS, math.ceil(COLD_BYTES / max(part.num_bytes, 1)))
     return tuple(part.real_inputs() for _ in range(max(count, 1)))
 
 
 def _rewritten(
-    priced: PricedGraph, index: int, position: int, rules: RuleSet, context: Context, sizes: Sizes
-) -> tuple[Part, tuple[MemoryPlan, ...]]:
+    priced: PricedGraph, index: int, position: int, rules: RuleSet, context: Context, sizes: HintedSizes
+) -> tuple[GraphPart, tuple[MemoryPlan, ...]]:
     captured = replace(priced.captured, graph=_copy(priced.captured.graph))
     every = recognize(captured, rules, context)
     if [each.site.id for each in every] != [each.site.id for each in priced.frame.sites]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from weaveopt import cost_model
-from weaveopt.cost_model.busy_hosts import BusyHosts, nearest
+from weaveopt.cost_model.host_exchange import HostExchangeTerms, nearest
 from weaveopt.cost_model.machine import Machine
 from weaveopt.ops.reduction.prices.estimate import estimate_fused
 from weaveopt.ops.reduction.prices.workload import Workload
@@ -17,11 +17,11 @@ from weaveopt.records.candidate import Fabric
 HIDDEN, TOKENS = 4096, 64
 
 
-def busy(hosts: int, ranks: int = 1, processors: float = 0.0) -> BusyHosts:
-    return BusyHosts("between", hosts, ranks, 200.0, 50.0, 20.0, 0.001, 0.0005, processors)
+def busy(hosts: int, ranks: int = 1, processors: float = 0.0) -> HostExchangeTerms:
+    return HostExchangeTerms("between", hosts, ranks, 200.0, 50.0, 20.0, 0.001, 0.0005, processors)
 
 
-def machine(*known: BusyHosts) -> Machine:
+def machine(*known: HostExchangeTerms) -> Machine:
     return replace(cost_model.load("cpu"), busy_hosts=known)
 
 
@@ -63,7 +63,7 @@ def test_ranks_beyond_a_hosts_cores_take_turns() -> None:
 
 
 @pytest.mark.parametrize("known", [(), (busy(8),)])
-def test_sums_of_fp32_are_no_wider_than_its_rows(known: tuple[BusyHosts, ...]) -> None:
+def test_sums_of_fp32_are_no_wider_than_its_rows(known: tuple[HostExchangeTerms, ...]) -> None:
     """For equal message bytes: bf16 doubles in the second round, as sums are fp32; fp32 doubles in none."""
     wide = Workload(TOKENS // 2, TOKENS // 2, HIDDEN, "float32", 8, 8)
     narrow = Workload(TOKENS, TOKENS, HIDDEN, "bfloat16", 8, 8)

@@ -19,20 +19,20 @@ class NotTimedError(Exception):
 
 
 @dataclass(frozen=True)
-class Sizes:
+class HintedSizes:
     """Symbols as numbers: by their hints in this call, or as a regime is decided for."""
 
     known: Mapping[sympy.Symbol, int] = field(default_factory=dict)
 
     @staticmethod
-    def of(count: torch.SymInt | None, tokens: int) -> Sizes:
+    def of(count: torch.SymInt | None, tokens: int) -> HintedSizes:
         """Sizes with `tokens` for a token count that is a multiple of one symbol; hints for all others."""
         if count is None or count.node.hint == tokens:
-            return Sizes()
+            return HintedSizes()
         symbols, [factor, _] = count.node.expr.free_symbols, count.node.expr.as_coeff_Mul()
         if len(symbols) != 1 or count.node.expr != factor * next(iter(symbols)) or tokens % int(factor):
             raise NotTimedError(f"{count.node.expr} tokens cannot be made {tokens}")
-        return Sizes({next(iter(symbols)): tokens // int(factor)})
+        return HintedSizes({next(iter(symbols)): tokens // int(factor)})
 
     def number(self, value: object) -> int | float | bool:
         """A number, or a symbol's value."""
@@ -50,13 +50,13 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Part:
+class GraphPart:
     """Some nodes of a graph, to be called with tensors like `inputs`."""
 
     module: fx.GraphModule
     inputs: tuple[torch.Tensor, ...]
     """Fake ones, as the graph has them."""
-    sizes: Sizes
+    sizes: HintedSizes
 
     @property
     def num_bytes(self) -> int:
@@ -80,7 +80,7 @@ def readers_of(graph: fx.Graph, nodes: frozenset[fx.Node]) -> tuple[fx.Node, ...
     return tuple(node for node in graph.nodes if node not in nodes and nodes.intersection(node.all_input_nodes))
 
 
-def part_of(graph: fx.Graph, outside: frozenset[fx.Node], readers: Sequence[fx.Node], sizes: Sizes) -> Part:
+def part_of(graph: fx.Graph, outside: frozenset[fx.Node], readers: Sequence[fx.Node], sizes: HintedSizes) -> GraphPart:
     """Extract the nodes between `outside` and the inputs of `readers` as a graph.
 
     Raises `NotTimedError` where it reads anything but floating-point tensors and numbers: how long a kernel takes
@@ -116,7 +116,7 @@ def part_of(graph: fx.Graph, outside: frozenset[fx.Node], readers: Sequence[fx.N
         if node in wanted and node not in values:
             values[node] = part.node_copy(node, values.__getitem__)
     part.output(tuple(each for each in map(values.__getitem__, results) if isinstance(each, fx.Node)))
-    return Part(fx.GraphModule(torch.nn.Module(), part), tuple(inputs), sizes)
+    return GraphPart(fx.GraphModule(torch.nn.Module(), part), tuple(inputs), sizes)
 
 
 def _is_number(node: fx.Node) -> bool:
@@ -124,12 +124,12 @@ def _is_number(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), number)
 
 
-def _storage(value: torch.Tensor, sizes: Sizes) -> int:
+def _storage(value: torch.Tensor, sizes: HintedSizes) -> int:
     shape, strides = _numbers(value.shape, sizes), _numbers(value.stride(), sizes)
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
 
 
-def _numbers(values: Sequence[int | torch.SymInt], sizes: Sizes) -> list[int]:
+def _numbers(values: Sequence[int | torch.SymInt], sizes: HintedSizes) -> list[int]:
     return [int(sizes.number(value)) for value in values]

@@ -28,7 +28,7 @@ class LargeGemm:
         return torch.mm(self._a, self._weight, out=self._out)
 
 
-def beside_us(ranks: Ranks, timed: Step, count: int, other: Step | None, other_count: float) -> float:
+def concurrent_us(ranks: Ranks, timed: Step, count: int, other: Step | None, other_count: float) -> float:
     """Time one `timed`, in microseconds, while `other` runs on another stream; the slowest rank's."""
     side = torch.cuda.Stream()
     times = []

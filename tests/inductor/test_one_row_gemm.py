@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from weaveopt.inductor.one_row import STORE, store_rows
+from weaveopt.inductor.one_row_gemm import STORE, store_rows
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Contests: the sites of a graph whose candidates are timed, each kind once, and what is known of such times.
+"""Sites of a graph whose candidates are timed, each kind once, and the times that are known.
 
 A time belongs to what a site computes, its token count, its group and the candidate, and is measured once in a process.
 """
@@ -10,20 +10,20 @@ from dataclasses import dataclass, replace
 
 from weaveopt.cost_model import timing
 from weaveopt.fabrics.topology import Topology
-from weaveopt.inductor.kernels import Kernel
+from weaveopt.inductor.kernels import GraphKernel
 from weaveopt.pipeline.price import PricedGraph
 from weaveopt.records.candidate import LEAVE, Candidate, Estimate, Fabric, Measured, Rejection, Values
 from weaveopt.rule import Context, PricedSite, Proposal
 
 Label = tuple[str, Fabric, str, Values]
 """A candidate, whatever it is predicted to take."""
-Outcome = Measured | Rejection
+TimingResult = Measured | Rejection
 """Result of timing a candidate: a time, or the reason why it could not be run."""
 _LEFT: Label = (LEAVE, Fabric.LIBRARY, "", ())
 
 
 @dataclass(frozen=True)
-class Contest:
+class SiteTiming:
     """A kind of site, and those of its candidates that are timed in comparison with the unmodified site."""
 
     index: int
@@ -59,8 +59,8 @@ class Contest:
         return f"{known} {site.id} {site.facts} {list(self.runners)}"
 
 
-def contests_of(priced: PricedGraph, context: Context) -> tuple[Contest, ...]:
-    """Build the contests, in graph order. Sites without usable candidates have none, nor have those of several
+def site_timings_of(priced: PricedGraph, context: Context) -> tuple[SiteTiming, ...]:
+    """Sites to time, one a kind, in graph order. Sites without usable candidates have none, nor have those of several
     groups or of one whose ranks synchronize in calls only: they compile at other times, and none can time a call by
     itself."""
     frame, found = priced.frame, []
@@ -82,7 +82,7 @@ def contests_of(priced: PricedGraph, context: Context) -> tuple[Contest, ...]:
         positions = tuple(reversed(labelled.values()))
         timed = site.found.nodes | site.found.behind if site.takes_behind else site.found.nodes
         kernels = frame.kernels(index, timed)
-        found.append(Contest(index, site, positions, _key(site, kernels, context), _works(kernels)))
+        found.append(SiteTiming(index, site, positions, _key(site, kernels, context), _works(kernels)))
     return tuple(found)
 
 
@@ -97,7 +97,7 @@ def _label(candidate: Candidate) -> Label:
     return (candidate.choice, candidate.fabric, candidate.variant, candidate.parameters)
 
 
-def _key(site: PricedSite, kernels: tuple[Kernel, ...], context: Context) -> Hashable:
+def _key(site: PricedSite, kernels: tuple[GraphKernel, ...], context: Context) -> Hashable:
     known = site.found.site
     where = tuple(_place(context.topologies[group]) for group in known.groups)
     names = tuple(kernel.name for kernel in kernels)
@@ -108,7 +108,7 @@ def _place(topology: Topology) -> Hashable:
     return (topology.group.ranks, topology.hosts, topology.device)
 
 
-def _works(kernels: tuple[Kernel, ...]) -> Hashable:
+def _works(kernels: tuple[GraphKernel, ...]) -> Hashable:
     return tuple((kernel.name, kernel.work) for kernel in kernels)
 
 
@@ -116,12 +116,12 @@ def _works(kernels: tuple[Kernel, ...]) -> Hashable:
 
 
 @dataclass(frozen=True)
-class _Run:
-    outcomes: Mapping[Label, Outcome]
+class _TimedRun:
+    outcomes: Mapping[Label, TimingResult]
     predicted: Mapping[Label, float]
 
 
-_runs: dict[Hashable, dict[tuple[int, Hashable], _Run]] = {}
+_runs: dict[Hashable, dict[tuple[int, Hashable], _TimedRun]] = {}
 
 
 def forget() -> None:
@@ -129,34 +129,34 @@ def forget() -> None:
     _runs.clear()
 
 
-def remember(contest: Contest, outcomes: Mapping[Label, Outcome]) -> None:
-    predicted = {label: estimate.us for label, estimate in contest.runners.items()}
-    known = _runs.setdefault(contest.key, {}).setdefault((contest.tokens, contest.works), _Run({}, {}))
-    run = _Run({**known.outcomes, **outcomes}, {**known.predicted, **predicted})
-    _runs[contest.key][contest.tokens, contest.works] = run
+def remember(site_timing: SiteTiming, outcomes: Mapping[Label, TimingResult]) -> None:
+    predicted = {label: estimate.us for label, estimate in site_timing.runners.items()}
+    known = _runs.setdefault(site_timing.key, {}).setdefault((site_timing.tokens, site_timing.works), _TimedRun({}, {}))
+    run = _TimedRun({**known.outcomes, **outcomes}, {**known.predicted, **predicted})
+    _runs[site_timing.key][site_timing.tokens, site_timing.works] = run
 
 
-def recall(contest: Contest) -> tuple[int, dict[Label, Outcome]] | None:
-    """The token count that all runners of a contest were timed at, and their times as they are here.
+def recall(site_timing: SiteTiming) -> tuple[int, dict[Label, TimingResult]] | None:
+    """The token count that all runners of a site were timed at, and their times as they are here.
 
     The same count, else the nearest: then a time is the prediction times what was measured over what was predicted.
     """
-    known = _runs.get(contest.key, {})
-    wanted = contest.runners
-    run = known.get((contest.tokens, contest.works))
+    known = _runs.get(site_timing.key, {})
+    wanted = site_timing.runners
+    run = known.get((site_timing.tokens, site_timing.works))
     if run is not None and wanted.keys() <= run.outcomes.keys():
-        return contest.tokens, {label: run.outcomes[label] for label in wanted}
+        return site_timing.tokens, {label: run.outcomes[label] for label in wanted}
     near: dict[int, dict[Label, Label]] = {}
-    runs: dict[int, _Run] = {}
+    runs: dict[int, _TimedRun] = {}
     for (tokens, _), each in known.items():
-        pairs = None if tokens == contest.tokens else _pairs(wanted, each)  # of equal counts, kernels that differ
+        pairs = None if tokens == site_timing.tokens else _pairs(wanted, each)  # of equal counts, kernels that differ
         if pairs is not None:
             near.setdefault(tokens, pairs)
             runs.setdefault(tokens, each)
-    nearest = timing.nearest(tuple(near), contest.tokens)
+    nearest = timing.nearest(tuple(near), site_timing.tokens)
     if nearest is None:
         return None
-    found: dict[Label, Outcome] = {}
+    found: dict[Label, TimingResult] = {}
     for label, estimate in wanted.items():
         other = near[nearest][label]
         outcome = runs[nearest].outcomes[other]
@@ -166,7 +166,7 @@ def recall(contest: Contest) -> tuple[int, dict[Label, Outcome]] | None:
     return nearest, found
 
 
-def _pairs(wanted: Mapping[Label, Estimate], run: _Run) -> dict[Label, Label] | None:
+def _pairs(wanted: Mapping[Label, Estimate], run: _TimedRun) -> dict[Label, Label] | None:
     """Match each candidate to one that was timed at another token count; None if some candidate has no match.
 
     Parameters change with the token count: a candidate is known by rule, fabric and kernel, if one alone has them.
@@ -184,7 +184,7 @@ def _pairs(wanted: Mapping[Label, Estimate], run: _Run) -> dict[Label, Label] | 
 # --- what comes of it -------------------------------------------------------------------------------------------------
 
 
-def settled(contest: Contest, outcomes: Mapping[Label, Outcome]) -> PricedSite | None:
+def settled(site_timing: SiteTiming, outcomes: Mapping[Label, TimingResult]) -> PricedSite | None:
     """The site with measured times, and without the candidates that were not timed or could not be run.
 
     None where the site as it is could not be run: there is nothing to compare with.
@@ -192,15 +192,15 @@ def settled(contest: Contest, outcomes: Mapping[Label, Outcome]) -> PricedSite |
     left = outcomes[_LEFT]
     if isinstance(left, Rejection):
         return None
-    site, proposals = contest.site, list(contest.site.proposals)
+    site, proposals = site_timing.site, list(site_timing.site.proposals)
     for position in site.choices:
-        proposals[position] = _settled(proposals[position], position in contest.positions, outcomes)
+        proposals[position] = _settled(proposals[position], position in site_timing.positions, outcomes)
     choices = tuple(position for position in site.choices if proposals[position].candidate.allowed)
     baseline = replace(site.baseline, measured=left)
     return replace(site, baseline=baseline, proposals=tuple(proposals), choices=choices)
 
 
-def _settled(proposal: Proposal, ran: bool, outcomes: Mapping[Label, Outcome]) -> Proposal:
+def _settled(proposal: Proposal, ran: bool, outcomes: Mapping[Label, TimingResult]) -> Proposal:
     candidate = proposal.candidate
     outcome = outcomes[_label(candidate)] if ran else _NOT_TIMED
     if isinstance(outcome, Rejection):

@@ -11,7 +11,7 @@ from weaveopt.records.candidate import Fabric, Rejection
 from weaveopt.wording import counted
 
 
-def reaching(
+def eligible_fabrics(
     topology: Topology, machine: Machine, kernels: Collection[Fabric]
 ) -> Iterator[tuple[Fabric, tuple[Rejection, ...]]]:
     """Every fabric but the library's; `kernels` are those that the rule has kernels for."""

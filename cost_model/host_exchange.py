@@ -13,7 +13,7 @@ from math import log2
 
 
 @dataclass(frozen=True)
-class BusyHosts:
+class HostExchangeTerms:
     """An exchange among `hosts` hosts of `ranks_per_host` ranks, per rank, the busiest one's."""
 
     origin: str
@@ -45,7 +45,7 @@ class BusyHosts:
         return sent_bytes * self.sent_byte_us + message_bytes * self.row_byte_us
 
 
-def nearest(known: Sequence[BusyHosts], hosts: int, ranks_per_host: int) -> BusyHosts | None:
+def nearest(known: Sequence[HostExchangeTerms], hosts: int, ranks_per_host: int) -> HostExchangeTerms | None:
     """The one of as many ranks a host and hosts, or the nearest in either; None where nothing was measured."""
     return min(
         known,

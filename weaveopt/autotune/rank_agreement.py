@@ -23,7 +23,7 @@ _SPREADS = 2
 
 
 @dataclass(frozen=True)
-class Council:
+class RankAgreement:
     """The ranks of all groups that a graph communicates in; without any, this rank alone."""
 
     groups: tuple[str, ...]
@@ -49,7 +49,7 @@ class Council:
 
 
 @dataclass(frozen=True)
-class Alone:
+class SingleRank:
     """A site that communicates in no group: every rank times it for itself."""
 
     def barrier(self) -> None:
@@ -63,7 +63,7 @@ class Alone:
 
 
 @dataclass(frozen=True)
-class GroupMeeting:
+class GroupAgreement:
     """The ranks of one group, in the middle of whatever else they do."""
 
     group: str
