@@ -123,7 +123,7 @@ class GpuParts:
     experts: float
     """As measured of a mixture whose tokens every rank has, its sum over choices included."""
     dispatch: float
-    home: float
+    returned: float
     """Results of others' tokens over the link, at the rate of the dispatch. They are sent while the second GEMM runs,
     and charged in full: the overlap is not measured."""
     combine: float
@@ -154,7 +154,7 @@ def gpu_parts(
     return GpuParts(
         experts=experts,
         dispatch=interpolate_us(pushed, max(sharded.sent_bytes, 1.0)),
-        home=interpolate_us(pushed, max(sharded.returned_bytes, 1.0)) - pushed[0].us,
+        returned=interpolate_us(pushed, max(sharded.returned_bytes, 1.0)) - pushed[0].us,
         combine=interpolate_us(summed, max(sharded.of_rank.rows * sharded.row_bytes, 1.0)),
         host=(_GPU_LAUNCHES + own_batches * _COUNT_CALLS) * host_us(machine),
     )

@@ -111,8 +111,8 @@ def _splits(costs: GemmCosts) -> tuple[int, ...]:
 def _split_us(costs: GemmCosts, m: int, n: int, k: int, split: int) -> float:
     """The fastest tile shape (a library keeps the fastest) with the K-loop shared by `split` CTAs."""
     best = min(_tiles_us(costs, tile, m, n, k, split) for tile in costs.tiles)
-    meeting_us = 0.0 if split == 1 else costs.fill_us + 8.0 * m * n * split / costs.bytes_per_s * 1e6
-    return best + meeting_us
+    partial_sums_us = 0.0 if split == 1 else costs.fill_us + 8.0 * m * n * split / costs.bytes_per_s * 1e6
+    return best + partial_sums_us
 
 
 def _tiles_us(costs: GemmCosts, tile: GemmTile, m: int, n: int, k: int, split: int) -> float:

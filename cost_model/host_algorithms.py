@@ -84,7 +84,7 @@ class HostAlgorithm:
     name: str
     phases: Callable[[HostAllReduce], tuple[Phase, ...]]
     peers: Callable[[int], int]
-    sums_on_the_way: bool
+    sends_partial_sums: bool
     """True if messages hold sums of some hosts: a host's own sum then needs memory."""
 
     def traffic(self, problem: HostAllReduce) -> HostTraffic:
@@ -99,7 +99,7 @@ class HostAlgorithm:
             sent_bytes=sum(phase.rounds * phase.sends * phase.num_bytes for phase in phases),
             received_bytes=received,
             peers=self.peers(problem.hosts),
-            memory_bytes=received + (problem.sum_bytes if self.sums_on_the_way else 0.0),
+            memory_bytes=received + (problem.sum_bytes if self.sends_partial_sums else 0.0),
         )
 
     def between_cost(self, problem: HostAllReduce, inter: Link, ranks_per_link: int) -> Cost:
@@ -140,10 +140,10 @@ def _between_us(phases: tuple[Phase, ...], inter: Link, ranks_per_link: int, cou
         wire_us += phase.rounds * messages * one_us
         out_us += phase.rounds * phase.sends * one_us
         in_us += phase.rounds * phase.receives * one_us
-        both_ways = phase.sends and phase.receives
-        cycle_us = max(alone_us, ranks_per_link * messages * one_us if both_ways else 0.0)
+        is_duplex = phase.sends and phase.receives
+        cycle_us = max(alone_us, ranks_per_link * messages * one_us if is_duplex else 0.0)
         rounds_us += phase.rounds * cycle_us
-        if both_ways:
+        if is_duplex:
             tail_us = _round_us(messages, one_us, ranks_per_link, inter) - cycle_us
     return max(own_us + longest_us, wire_us + others * max(out_us, in_us) + inter.step_us, rounds_us + tail_us)
 
@@ -234,11 +234,11 @@ def _neighbours(hosts: int) -> int:
 
 
 HOST_ALGORITHMS: tuple[HostAlgorithm, ...] = (
-    HostAlgorithm(ONE_SHOT, _one_shot, _others, sums_on_the_way=False),
-    HostAlgorithm(TWO_SHOT, _two_shot, _others, sums_on_the_way=False),
-    HostAlgorithm(DOUBLING, _doubling, _doubling_peers, sums_on_the_way=True),
-    HostAlgorithm(HALVING, _halving, _doubling_peers, sums_on_the_way=True),
-    HostAlgorithm(RING, _ring, _neighbours, sums_on_the_way=True),
+    HostAlgorithm(ONE_SHOT, _one_shot, _others, sends_partial_sums=False),
+    HostAlgorithm(TWO_SHOT, _two_shot, _others, sends_partial_sums=False),
+    HostAlgorithm(DOUBLING, _doubling, _doubling_peers, sends_partial_sums=True),
+    HostAlgorithm(HALVING, _halving, _doubling_peers, sends_partial_sums=True),
+    HostAlgorithm(RING, _ring, _neighbours, sends_partial_sums=True),
 )
 """Every algorithm among hosts that `host_schedules` has messages of."""
 

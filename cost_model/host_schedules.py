@@ -146,9 +146,9 @@ def _folded(
         return HostSchedule(num_parts, tuple(core(host, first)))
     if host >= power:
         partner = (host - power,)
-        handed = _round(partner, whole, (), whole, first, Then.REDUCE)
+        sent = _round(partner, whole, (), whole, first, Then.REDUCE)
         returned = _round((), whole, partner, whole, Payload.TOTALS, Then.COPY)
-        return HostSchedule(num_parts, (handed, returned))
+        return HostSchedule(num_parts, (sent, returned))
     rounds = core(host, Payload.SUMS)
     if host + power < hosts:
         extra = (host + power,)

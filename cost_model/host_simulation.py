@@ -74,7 +74,7 @@ class _Rank:
     """Messages of this round that it has not taken in, by host."""
     arrived: Counter[int] = field(default_factory=Counter)
     """Messages of later rounds that are here already, by host."""
-    came: Counter[int] = field(default_factory=Counter)
+    num_received: Counter[int] = field(default_factory=Counter)
     """Messages that were at its link so far, by host."""
     messages: int = 0
     sent_bytes: float = 0.0
@@ -142,8 +142,8 @@ class _Clock:
         """At the receiver's link, ahead of what belongs to a later round."""
         receiver, host = message.receiver, message.sender // self._local
         state, inlet = self.ranks[receiver], self._inlets[self._link_of[receiver]]
-        at = self._rounds_of[receiver // self._local][host][state.came[host]]
-        state.came[host] += 1
+        at = self._rounds_of[receiver // self._local][host][state.num_received[host]]
+        state.num_received[host] += 1
         self._num_events += 1
         heappush(inlet.waiting, (at, self._num_events, self._inter.us(message.num_bytes), message))
         if inlet.now is None:
@@ -225,13 +225,13 @@ def simulate(
     between_us = clock.run()
     within_us = two_shot(problem.ranks_per_host).us(problem.message_bytes, local)
     ranks = clock.ranks
-    own_sum = problem.sum_bytes if host_algorithm(algorithm).sums_on_the_way and problem.hosts > 1 else 0.0
+    local_sum = problem.sum_bytes if host_algorithm(algorithm).sends_partial_sums and problem.hosts > 1 else 0.0
     return Simulated(
         us=within_us + between_us,
         messages=max(state.messages for state in ranks),
         sent_bytes=max(state.sent_bytes for state in ranks),
         received_bytes=max(state.received_bytes for state in ranks),
         peers=max(len(state.peers) for state in ranks),
-        memory_bytes=own_sum + max(state.received_bytes for state in ranks),
+        memory_bytes=local_sum + max(state.received_bytes for state in ranks),
         total_messages=sum(state.messages for state in ranks),
     )

@@ -66,8 +66,8 @@ def gpu_doubling(hosts: int, element_bytes: int, ranks_of_host: int = 1) -> Step
     """
     if hosts <= 1:
         return Steps(0, 0.0)
-    rounds, widened = doublings(hosts), max(SUM_BYTES, element_bytes) / element_bytes
+    rounds, sum_ratio = doublings(hosts), max(SUM_BYTES, element_bytes) / element_bytes
     if hosts == 1 << rounds:
-        first = 1.0 if ranks_of_host == 1 else widened
-        return Steps(rounds, first + widened * (rounds - 1))
-    return Steps(rounds + 2, widened * (rounds + 1))
+        first = 1.0 if ranks_of_host == 1 else sum_ratio
+        return Steps(rounds, first + sum_ratio * (rounds - 1))
+    return Steps(rounds + 2, sum_ratio * (rounds + 1))

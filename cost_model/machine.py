@@ -336,8 +336,8 @@ class Machine:
     @property
     def fabrics(self) -> tuple[Fabric, ...]:
         """The fabrics that exist on such a machine. Between hosts, CPU ranks have TCP wherever there is a link."""
-        told = tuple(costs.fabric for costs in self.fabric_costs)
-        return (*told, Fabric.TCP) if self.device == "cpu" and Fabric.TCP not in told else told
+        fabrics = tuple(costs.fabric for costs in self.fabric_costs)
+        return (*fabrics, Fabric.TCP) if self.device == "cpu" and Fabric.TCP not in fabrics else fabrics
 
     def oversubscription(self, world: int, hosts: int) -> float:
         """How many times slower a rank runs because ranks share processors: CPU ranks beyond the cores."""

@@ -106,7 +106,7 @@ class FoundSite:
     """Python floats that a rewrite takes as the numbers they are in this call; with others it is compiled again."""
     token_value: fx.Node | None = None
     """A node whose value `[..., hidden]` has the site's token count; None where the count is no part of its shape."""
-    behind: frozenset[fx.Node] = frozenset()
+    consumers: frozenset[fx.Node] = frozenset()
     """Consumers of the site that a rewrite may replace too: GEMMs that alone read its result. They are not part of
     its baseline; a rewrite's estimate at the site includes its effect on them."""
 
@@ -202,7 +202,7 @@ class PricedSite:
     """Rules that are not charged the model's own error."""
 
     @property
-    def takes_behind(self) -> bool:
+    def replaces_consumers(self) -> bool:
         """True if an allowed proposal also replaces consumers of the site."""
         return any(self.proposals[position].consumes - self.found.nodes for position in self.choices)
 

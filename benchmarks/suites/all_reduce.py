@@ -34,7 +34,7 @@ from weaveopt.measure.cases.reduction.calls import TIMEOUT_S
 from weaveopt.measure.cases.reduction.peer import BULK_BYTES
 from weaveopt.ops.reduction.prices.estimate import estimate_fused
 from weaveopt.ops.reduction.prices.table import lowerings
-from weaveopt.ops.reduction.prices.workload import Workload, with_norm_apart
+from weaveopt.ops.reduction.prices.workload import Workload, with_unfused_norm
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow
 from weaveopt.records.candidate import Fabric
 
@@ -106,7 +106,7 @@ class Bench:
             two_shot = [each for each in variants if each.row.algorithm is Algorithm.TWO_SHOT]
             variants += [
                 *(Variant(each.row, Form.WHOLE) for each in variants),
-                *(Variant(each.row, Form.NORM_APART) for each in two_shot),
+                *(Variant(each.row, Form.UNFUSED_NORM) for each in two_shot),
             ]
         if suite == SUMS:
             variants = [Variant(each.row, Form.SUM) for each in variants]
@@ -122,13 +122,13 @@ class Bench:
 
     def predicted_us(self, case: Case, variant: Variant) -> float:
         workload = Workload(case.tokens, case.tokens, case.hidden, "bfloat16", self.place.world)
-        if variant.form.hands_out_sum_alone:
-            workload = with_norm_apart(workload)
+        if variant.form.returns_sum_alone:
+            workload = with_unfused_norm(workload)
         lowering, sharded = variant.row, variant.form is Form.SHARDED
         estimate = estimate_fused(
             self.machine, workload, Fabric.PEER, lowering.algorithm, sharded, lowering.transfer, lowering.num_ctas
         )
-        norm = variant.form is Form.NORM_APART
+        norm = variant.form is Form.UNFUSED_NORM
         return estimate.us + (norm_us(self.machine, 2 * workload.message_bytes, workload.hidden) if norm else 0.0)
 
     def with_whole_sum(self, job: Job) -> Variant | None:
@@ -136,7 +136,7 @@ class Bench:
         if job.chosen is None:
             return None
         row = job.chosen.row
-        apart = (Form.NORM_APART,) if row.algorithm is Algorithm.TWO_SHOT else ()
+        apart = (Form.UNFUSED_NORM,) if row.algorithm is Algorithm.TWO_SHOT else ()
         forms = [Variant(row, form) for form in (Form.WHOLE, *apart)]
         return min(forms, key=lambda variant: self.predicted_us(job.case, variant))
 

@@ -143,9 +143,9 @@ class Layer:
         order = flat.argsort(stable=True)
         made = self._two_gemms(rows[order // ids.shape[1]], flat, order)
         weighted = made.float() * factors.flatten()[order][:, None]
-        foreign = (flat[order] >= self.num_experts)[:, None]
+        remote = (flat[order] >= self.num_experts)[:, None]
         back = torch.empty_like(weighted)
-        back[order] = weighted.masked_fill(foreign, 0.0)
+        back[order] = weighted.masked_fill(remote, 0.0)
         return back.view(*ids.shape, -1).sum(1).to(DTYPE)
 
     def _two_gemms(self, sorted_rows: Tensor, ids: Tensor, order: Tensor) -> Tensor:

@@ -100,9 +100,9 @@ def variants(case: Case, world: int, rank: int) -> dict[str, Step]:
         )
         for out, each in ((whole, x), (every_id, ids), (every_weight, weights)):
             dist.all_gather_into_tensor(out, each)
-        foreign = (every_id // own) != rank
-        mine = torch.where(foreign, own, every_id % own)
-        partial = experts(whole, mine, every_weight.masked_fill(foreign, 0.0))
+        remote = (every_id // own) != rank
+        mine = torch.where(remote, own, every_id % own)
+        partial = experts(whole, mine, every_weight.masked_fill(remote, 0.0))
         out = torch.empty_like(x)
         dist.reduce_scatter_tensor(out, partial)
         return out

@@ -209,7 +209,7 @@ class Sorted:
     """[S, H], foreign ones last."""
     experts: Tensor
     """[S] of each, at most E - 1."""
-    foreign: Tensor
+    remote: Tensor
     """[S, 1]"""
     ends: Tensor
     """int32 [E]"""
@@ -237,7 +237,7 @@ def grouped(of: ExpertOperands, act: Activate) -> Tensor:
     """Experts of transformers' models in prefill."""
     ready = sorted_rows(of)
     rows = between_grouped(ready, of, act)
-    weighted = (rows * of.weights.reshape(-1)[ready.order][:, None]).masked_fill(ready.foreign, 0.0)
+    weighted = (rows * of.weights.reshape(-1)[ready.order][:, None]).masked_fill(ready.remote, 0.0)
     back = torch.empty_like(ready.order)
     back[ready.order] = torch.arange(len(ready.order), device=back.device)
     return weighted[back].view(*of.experts.shape, -1).sum(1).to(of.x.dtype)
@@ -246,7 +246,7 @@ def grouped(of: ExpertOperands, act: Activate) -> Tensor:
 def batched(of: ExpertOperands, act: Activate) -> Tensor:
     """Experts of transformers' models in decode: weights are read for each token and choice."""
     ids = of.experts.reshape(-1)
-    foreign = ids >= len(of.gate_up)
+    remote = ids >= len(of.gate_up)
     ids = ids.clamp(max=len(of.gate_up) - 1)
     rows = of.x.repeat_interleave(of.experts.shape[1], 0)
     inner = torch.bmm(whole(of.gate_up)[ids], rows[..., None])[..., 0]
@@ -255,7 +255,7 @@ def batched(of: ExpertOperands, act: Activate) -> Tensor:
     result = torch.bmm(whole(of.down)[ids], act(inner)[..., None])[..., 0]
     if of.down_bias is not None:
         result = result + of.down_bias[ids]
-    weights = of.weights.reshape(-1).masked_fill(foreign, 0.0)
+    weights = of.weights.reshape(-1).masked_fill(remote, 0.0)
     return (result * weights[:, None]).view(*of.experts.shape, -1).sum(1).to(of.x.dtype)
 
 

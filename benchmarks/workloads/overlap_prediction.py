@@ -19,7 +19,7 @@ from weaveopt.cost_model.machine import Machine
 from weaveopt.cost_model.overlapped import Message, overlapped_us
 from weaveopt.cost_model.tile_config import TileConfig, TileKernels
 from weaveopt.ops.gemm_comm.all_gather.call import ALL_GATHER
-from weaveopt.ops.gemm_comm.all_reduce.call import ALL_REDUCE, HandsOut
+from weaveopt.ops.gemm_comm.all_reduce.call import ALL_REDUCE, TileOutput
 from weaveopt.records.candidate import Fabric
 
 DTYPE, ELEMENT_BYTES = "bfloat16", 2
@@ -50,7 +50,7 @@ class Measured:
 
 
 SUITES = (
-    Measured(ALL_REDUCE, HandsOut.NORM.variant),
+    Measured(ALL_REDUCE, TileOutput.NORM.variant),
     Measured(ALL_GATHER, spare_ctas=_native.GATHER_SPARE_CTAS),
 )
 

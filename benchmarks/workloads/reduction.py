@@ -66,14 +66,14 @@ class Form(StrEnum):
     """Normalized rows; residual and sum are sharded by tokens."""
     WHOLE = "whole"
     """Normalized rows, and the whole sum on every rank."""
-    NORM_APART = "norm apart"
+    UNFUSED_NORM = "norm apart"
     """The whole sum, which a kernel of Inductor's normalizes on every rank."""
     SUM = "sum"
     """The whole sum; there is no norm."""
 
     @property
-    def hands_out_sum_alone(self) -> bool:
-        return self in (Form.NORM_APART, Form.SUM)
+    def returns_sum_alone(self) -> bool:
+        return self in (Form.UNFUSED_NORM, Form.SUM)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Variant:
         site = f"benchmark.{case.hidden}.{case.tokens}.{self.name}"
         sharded = self.form is Form.SHARDED
         call = calls.peer_call(site, place.group, place.world, self._fused(case), sharded)
-        if not self.form.hands_out_sum_alone:
+        if not self.form.returns_sum_alone:
             return call
         return replace(call, norm=None, sum_out=SumOut.WHOLE, normalized_aliases_arena=False)
 
@@ -193,8 +193,8 @@ class Shape:
     def ours(self, variant: Variant) -> Call:
         fused = torch.ops.weave.all_reduce_norm.default
         call = variant.call(self.case, self.place).encode()
-        weight = None if variant.form.hands_out_sum_alone else self.weight
-        normalizes = variant.form is Form.NORM_APART
+        weight = None if variant.form.returns_sum_alone else self.weight
+        normalizes = variant.form is Form.UNFUSED_NORM
 
         def run(index: int, residual: Tensor) -> tuple[Tensor, Tensor]:
             normalized, total, *_ = fused(self.partials[index], None, None, residual, None, None, weight, None, call)

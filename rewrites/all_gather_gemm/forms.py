@@ -54,7 +54,7 @@ def form_of(facts: GatherFacts, structure: Gathered, world: int) -> AllGatherGem
     wholes: dict[fx.Node, Whole] = {}
     stay: set[fx.Node] = set()
     for node in structure.kept:
-        found = _whole_behind(node, structure, world)
+        found = _rows_in_order(node, structure, world)
         if isinstance(found, Rejection):
             reasons.append(found)
             continue
@@ -72,7 +72,7 @@ def form_of(facts: GatherFacts, structure: Gathered, world: int) -> AllGatherGem
     return AllGatherGemmMatch(structure.gemms, outer, tuple(wholes.values()), structure.nodes - stay)
 
 
-def _whole_behind(node: fx.Node, structure: Gathered, world: int) -> tuple[fx.Node, frozenset[fx.Node]] | Rejection:
+def _rows_in_order(node: fx.Node, structure: Gathered, world: int) -> tuple[fx.Node, frozenset[fx.Node]] | Rejection:
     """The nearest node between the gather and `node` that is the rows in their order; and the nodes downstream of it,
     which stay."""
     value = tensor_of(structure.shard)
@@ -118,13 +118,13 @@ def _against(facts: GatherFacts, structure: Gathered) -> Iterator[Rejection]:
         yield Rejection("gemm_not_supported", "a GEMM scales what it adds (alpha, beta)")
     products = {gemm.node for gemm in structure.gemms}
     operands = [each for gemm in structure.gemms for each in (gemm.b, gemm.bias, gemm.addend) if each is not None]
-    late = next((each for each in operands if _comes_from(each, products)), None)
+    late = next((each for each in operands if _is_downstream(each, products)), None)
     if late is not None:
         message = "a GEMM's operand is made of what another one of the site makes"
         yield Rejection("operand_not_ready", message, (("node", late.name),))
 
 
-def _comes_from(node: fx.Node, products: set[fx.Node]) -> bool:
+def _is_downstream(node: fx.Node, products: set[fx.Node]) -> bool:
     first = min(products)
     seen, pending = {node}, [node]
     while pending:

@@ -103,7 +103,7 @@ def _call(chosen: Chosen, context: Context, channel: int = 0) -> AllGatherGemmCa
         max_tokens=lowered.max_tokens,
         timeout_s=context.config.timeout_s,
         channel=channel,
-        hands_out_rows=facts.gathered_is_read,
+        returns_rows=facts.gathered_is_read,
         cut=lowered.cut,
     )
 

@@ -13,7 +13,7 @@ from weaveopt.fabrics.fabric_eligibility import eligible_fabrics
 from weaveopt.fabrics.topology import Topology
 from weaveopt.ops.gemm_comm.all_reduce.call import CHUNKS, ChunkRow
 from weaveopt.ops.reduction.prices.kernels import kernel_variants
-from weaveopt.ops.reduction.prices.workload import Workload, with_norm_apart
+from weaveopt.ops.reduction.prices.workload import Workload, with_unfused_norm
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Candidate, Fabric, Rejection, TableRow, Values
 from weaveopt.records.site import TokenCounts
@@ -33,7 +33,7 @@ from weaveopt.rewrites.reduction.workload import workload_of
 from weaveopt.sites.reduction.matcher import ReductionFacts
 
 RULE = "gemm_all_reduce"
-NORM_APART = "norm apart: the sum is handed out whole and alone, and every rank normalizes it in the graph"
+UNFUSED_NORM = "norm apart: the sum is handed out whole and alone, and every rank normalizes it in the graph"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class GemmAllReducePlan:
     rows: tuple[KernelRow, ...] = ()
     """The run-time table of an exchange, where the fabric has one."""
     one_shot_max_tokens: int = 0
-    norm_apart: bool = False
+    unfused_norm: bool = False
     """The operation returns the unsharded sum, and the norm stays in the graph, on every rank."""
     cut: TileConfig | None = None
     """Tile configuration of variant `tiles`."""
@@ -86,14 +86,14 @@ class GemmAllReduceMatch:
 
     workload: Workload
     group: str
-    norm_apart: bool = False
+    unfused_norm: bool = False
     """Only the whole sum: the norm stays in the graph."""
     tiles_refused: tuple[Rejection, ...] = ()
     """Rejections of the kernel that computes the GEMM too, whatever the sizes."""
 
     def named(self, variant: str) -> str:
         """A variant as reports name it."""
-        return f"{variant}, norm apart" if self.norm_apart else variant
+        return f"{variant}, norm apart" if self.unfused_norm else variant
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class GemmAllReduceTerms:
     """The kernels do not take the site's norm: it can only stay in the graph."""
     tiles_refused: tuple[Rejection, ...] = ()
     """Rejections of the kernel that computes the GEMM too, for all of the site, whatever the sizes."""
-    apart_refused: tuple[Rejection, ...] = ()
+    unfused_norm_refused: tuple[Rejection, ...] = ()
     """The same where the norm stays in the graph."""
 
 
@@ -137,19 +137,19 @@ def _forms(facts: ReductionFacts, tokens: TokenCounts, known: GemmAllReduceTerms
         yield GemmAllReduceMatch(whole, facts.group, tiles_refused=known.tiles_refused)
     if facts.has_norm and (known.norm_refused or facts.sum_is_read):
         yield GemmAllReduceMatch(
-            with_norm_apart(whole), facts.group, norm_apart=True, tiles_refused=known.apart_refused
+            with_unfused_norm(whole), facts.group, unfused_norm=True, tiles_refused=known.unfused_norm_refused
         )
 
 
 def _chunks_in_turn(form: GemmAllReduceMatch, machine: Machine) -> Found:
     """CPU ranks: chunks follow one another."""
-    ways = [ChunkExchange(Fabric.SHM, algorithm) for algorithm in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT)]
-    best = best_chunks(machine, form.workload, ways)
+    exchanges = [ChunkExchange(Fabric.SHM, algorithm) for algorithm in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT)]
+    best = best_chunks(machine, form.workload, exchanges)
     if best is None:
         return _indivisible(form, machine, Fabric.SHM)
     algorithm = best.exchange.algorithm
     lowered = GemmAllReducePlan(
-        form.workload, Fabric.SHM, CHUNKS, chunk_table(machine, form.workload, best), norm_apart=form.norm_apart,
+        form.workload, Fabric.SHM, CHUNKS, chunk_table(machine, form.workload, best), unfused_norm=form.unfused_norm,
         tasks=best.tasks,
     )  # fmt: skip
     if algorithm is Algorithm.ONE_SHOT:
@@ -181,7 +181,7 @@ def _chunks_concurrent(form: GemmAllReduceMatch, machine: Machine) -> Found:
         ("measured", kernel.measured),
     )
     lowered = GemmAllReducePlan(
-        workload, fabric, CHUNKS, chunk_table(machine, workload, best), norm_apart=form.norm_apart, tasks=best.tasks
+        workload, fabric, CHUNKS, chunk_table(machine, workload, best), unfused_norm=form.unfused_norm, tasks=best.tasks
     )
     row = KernelRow(lowered.max_tokens, kernel.algorithm, kernel.transfer, kernel.num_ctas)
     candidate = replace(_candidate(best, form, lowered, parameters), rejections=tuple(reasons))
@@ -208,7 +208,7 @@ def _tiles(form: GemmAllReduceMatch, machine: Machine) -> Found:
     )
     lowered = GemmAllReducePlan(
         workload, fabric, TILES, (), (KernelRow(workload.tokens, Algorithm.TWO_SHOT, Transfer.TILES),),
-        norm_apart=form.norm_apart, cut=cut, division=two_shot_division(form.group, fabric, workload),
+        unfused_norm=form.unfused_norm, cut=cut, division=two_shot_division(form.group, fabric, workload),
         gather_us=found.gather_us if workload.sum_may_shard else 0.0,
     )  # fmt: skip
     return Candidate(RULE, fabric, named, parameters, found.estimate, notes=tile_notes(lowered)), lowered
@@ -217,8 +217,8 @@ def _tiles(form: GemmAllReduceMatch, machine: Machine) -> Found:
 def tile_notes(lowered: GemmAllReducePlan) -> tuple[str, ...]:
     """Notes of the report on tiles, in addition to their price."""
     notes = []
-    if lowered.norm_apart:
-        notes.append(NORM_APART)
+    if lowered.unfused_norm:
+        notes.append(UNFUSED_NORM)
     elif lowered.workload.has_norm and lowered.workload.sum_is_used and not lowered.sum_sharded:
         notes.append("gather: the whole sum is handed out too, which others read")
     if lowered.aliases_arena:
@@ -267,10 +267,10 @@ def _candidate(best: Chunked, form: GemmAllReduceMatch, lowered: GemmAllReducePl
 
 
 def _notes(best: Chunked, form: GemmAllReduceMatch) -> tuple[str, ...]:
-    workload, way = form.workload, "beside" if best.exchange.contention is not None else "before"
-    notes = [f"chunks: rows go {best.rows[0]} at a time, the exchange of each {way} the GEMM of the next"]
-    if form.norm_apart:
-        notes.append(NORM_APART)
+    workload, when = form.workload, "beside" if best.exchange.contention is not None else "before"
+    notes = [f"chunks: rows go {best.rows[0]} at a time, the exchange of each {when} the GEMM of the next"]
+    if form.unfused_norm:
+        notes.append(UNFUSED_NORM)
     elif workload.has_norm and workload.sum_is_used and best.exchange.algorithm is Algorithm.TWO_SHOT:
         notes.append("gather: chunks are divided among ranks one by one, so the whole sum is handed out too")
     return tuple(notes)

@@ -143,17 +143,17 @@ def _least_us(sizes: _Sizes, exchange: ChunkExchange, rows: Sequence[int], chunk
 def best_chunks(machine: Machine, workload: Workload, exchanges: Sequence[ChunkExchange]) -> Chunked | None:
     """The division and exchange predicted fastest, of equally fast ones the first; None where there is no division."""
     sizes = _Sizes(machine, workload)
-    ways = [
+    options = [
         (exchange, rows, sizes.chunks(exchange, rows))
         for rows in divisions(machine, workload)
         for exchange in _fastest(sizes, exchanges, rows[0])
     ]
-    least_of = [_least_us(sizes, *way) for way in ways]
+    least_of = [_least_us(sizes, *option) for option in options]
     best: tuple[float, int, Chunked] | None = None
-    for least, index in sorted(zip(least_of, range(len(ways)), strict=True)):
+    for least, index in sorted(zip(least_of, range(len(options)), strict=True)):
         if best is not None and least * (1 - ROUNDING) > best[0]:
-            break  # neither this way nor any behind it is faster
-        found = _chunked(sizes, *ways[index])
+            break  # neither this option nor any later one is faster
+        found = _chunked(sizes, *options[index])
         if best is None or (found.estimate.us, index) < best[:2]:
             best = found.estimate.us, index, found
     return None if best is None else best[2]
@@ -185,5 +185,5 @@ def _times(machine: Machine, chunk: Workload, exchange: ChunkExchange) -> ChunkT
     transfer, num_ctas = (None, None) if kernel is None else (kernel.transfer, kernel.num_ctas)
     estimate = estimate_fused(machine, chunk, exchange.fabric, exchange.algorithm, False, transfer, num_ctas)
     multiplied_us = sum(term.us for term in estimate.terms if term.name == "gemm")
-    hand_over_us = 0.0 if exchange.contention is None or machine.launch is None else machine.launch.graph_us
-    return ChunkTimes(multiplied_us, estimate.us - multiplied_us + hand_over_us)
+    stream_switch_us = 0.0 if exchange.contention is None or machine.launch is None else machine.launch.graph_us
+    return ChunkTimes(multiplied_us, estimate.us - multiplied_us + stream_switch_us)

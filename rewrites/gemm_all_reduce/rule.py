@@ -118,7 +118,7 @@ class GemmAllReduce:
         assert isinstance(structure, Reduction), f"{chosen.found.site.id}: no reduction"
         gemm = gemm_at(structure.gemm)
         assert gemm is not None, f"{chosen.found.site.id}: {structure.gemm} is no GEMM"
-        reduced = with_fields(structure.reduced, norm=None) if lowered.norm_apart else structure.reduced
+        reduced = with_fields(structure.reduced, norm=None) if lowered.unfused_norm else structure.reduced
         sum_used = structure.sum_is_read or reduced.norm is None
         call = _call_of(chosen, lowered, reduced, placement, sum_used, context)
         weight, layout = _stored(gemm)
@@ -158,7 +158,7 @@ def _consumed(structure: Reduction, lowered: GemmAllReducePlan | None) -> frozen
     """Nodes that a candidate removes from the graph."""
     if lowered is None:
         return frozenset()
-    rows = structure.reduced.passed if lowered.norm_apart else structure.interior
+    rows = structure.reduced.passed if lowered.unfused_norm else structure.interior
     return rows | frozenset(made_by(structure))
 
 

@@ -13,7 +13,7 @@ from weaveopt.cost_model.machine import MEASURED
 from weaveopt.cost_model.overlapped import Message, Unmeasured, fastest
 from weaveopt.cost_model.tile_config import TILE_DTYPES, TileConfig
 from weaveopt.fabrics.traits import NativePart, is_built
-from weaveopt.ops.gemm_comm.all_reduce.call import ALL_REDUCE, HandsOut, WeightLayout
+from weaveopt.ops.gemm_comm.all_reduce.call import ALL_REDUCE, TileOutput, WeightLayout
 from weaveopt.ops.reduction.prices.estimate import gather_us
 from weaveopt.ops.reduction.prices.workload import Workload
 from weaveopt.records.candidate import Estimate, Fabric, Rejection, Term
@@ -82,9 +82,9 @@ def size_rejections(workload: Workload) -> list[Rejection]:
     if workload.gemm.k % ROW_ALIGNMENT:
         message = f"the kernel takes products of a depth that is a multiple of {ROW_ALIGNMENT}"
         reasons.append(Rejection("depth_not_supported", message, (("k", workload.gemm.k),)))
-    handed_out = workload.out_dtype or workload.dtype
-    if workload.dtype not in TILE_DTYPES or handed_out != workload.dtype:
-        values_of = (("dtype", workload.dtype), ("normalized", handed_out))
+    out_dtype = workload.out_dtype or workload.dtype
+    if workload.dtype not in TILE_DTYPES or out_dtype != workload.dtype:
+        values_of = (("dtype", workload.dtype), ("normalized", out_dtype))
         message = "the kernel takes bf16 or fp16, and hands rows out in the same"
         reasons.append(Rejection("dtype_not_supported", message, values_of))
     return reasons
@@ -98,8 +98,8 @@ def price(machine: Machine, workload: Workload, fabric: Fabric) -> PricedTiles |
     graph's, so what is wrong with its price need not be with this one's.
     """
     assert workload.gemm is not None, "a site without a GEMM has no tiles"
-    hands_out = _hands_out(workload)
-    kernels = ALL_REDUCE.known(machine, fabric, workload.world, hands_out.variant)
+    output = _output_of(workload)
+    kernels = ALL_REDUCE.known(machine, fabric, workload.world, output.variant)
     units = num_units(machine, workload.dtype)
 
     def waves(cut: TileConfig, tokens: int, hidden: int, _: int) -> int:
@@ -113,17 +113,17 @@ def price(machine: Machine, workload: Workload, fabric: Fabric) -> PricedTiles |
         return Rejection(found.code, found.message, found.values)
     cut, us = found
     named = dict(machine.origins)
-    gathered_us = gather_us(machine, workload, fabric) if hands_out is HandsOut.NORM else 0.0
+    gathered_us = gather_us(machine, workload, fabric) if output is TileOutput.NORM else 0.0
     origins = {named[curve.origin].kind for curves in kernels.by_cut[cut].values() for curve in curves}
     return PricedTiles(cut, _estimate(machine, workload, us, gathered_us), gathered_us, origins == {MEASURED})
 
 
-def _hands_out(workload: Workload) -> HandsOut:
+def _output_of(workload: Workload) -> TileOutput:
     """Results that the site needs on every rank. A sum that only other sites read may stay sharded among them; where it
     does not, its gather is charged in addition to the time that was measured without."""
     if not workload.has_norm:
-        return HandsOut.SUM
-    return HandsOut.BOTH if workload.sum_is_used and not workload.sum_may_shard else HandsOut.NORM
+        return TileOutput.SUM
+    return TileOutput.BOTH if workload.sum_is_used and not workload.sum_may_shard else TileOutput.NORM
 
 
 def _estimate(machine: Machine, workload: Workload, kernel_us: float, gathered_us: float) -> Estimate:

@@ -89,10 +89,10 @@ def _against(facts: ScatterFacts, structure: Scattered) -> Iterator[Rejection]:
         yield Rejection("addend_not_scaled", "what is added behind the scale would be scaled by the operation too")
     if facts.num_partials == 1:
         return
-    behind = (("bias", facts.has_bias_after), ("scale", facts.has_scale_after), ("norm", facts.has_post_norm))
-    if any(found for _, found in behind):
+    epilogue = (("bias", facts.has_bias_after), ("scale", facts.has_scale_after), ("norm", facts.has_post_norm))
+    if any(found for _, found in epilogue):
         message = "between the sum of several collectives and the residual stands what the operation does not compute"
-        yield Rejection("sum_not_plain", message, behind)
+        yield Rejection("sum_not_plain", message, epilogue)
 
 
 def form_refused(facts: ScatterFacts, form: GemmReduceScatterMatch) -> tuple[Rejection, ...]:

@@ -62,7 +62,7 @@ VARIANTS = {name: variant for variant, name in CURVES.items()}
 
 def mixture_of(facts: MixtureFacts, transposed: bool, tokens: int, skew: Skew) -> Mixture:
     """Mixture that the rank with the busiest experts computes, if choices are spread over all experts by `skew`."""
-    ranks = max(facts.experts_in_all // facts.experts, 1) if facts.has_foreign else 1
+    ranks = max(facts.experts_in_all // facts.experts, 1) if facts.has_remote_experts else 1
     share, here = skew.of_busiest_rank(facts.experts, ranks) if ranks > 1 else (1.0, skew)
     return Mixture(
         tokens=tokens,

@@ -18,7 +18,7 @@ from weaveopt.ops.reduction import call as op
 from weaveopt.ops.reduction.prices.estimate import estimate_fused
 from weaveopt.ops.reduction.prices.kernels import MEASURED_ONLY, KernelVariant, kernel_variants, longest_row_bytes
 from weaveopt.ops.reduction.prices.table import lowerings, one_shot_max_tokens
-from weaveopt.ops.reduction.prices.workload import Workload, with_norm_apart
+from weaveopt.ops.reduction.prices.workload import Workload, with_unfused_norm
 from weaveopt.ops.reduction.variant import OP, Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Scalar, TableRow, Term, Values
 from weaveopt.records.site import DTYPE_BYTES, TokenCounts
@@ -52,7 +52,7 @@ class FusedReductionPlan:
     """Cost of gathering the rows of the sum on every rank."""
     takes_gemm: bool = False
     quantizes: bool = False
-    norm_apart: bool = False
+    unfused_norm: bool = False
     """The operation returns the unsharded sum, and the norm stays in the graph, on every rank."""
     residual_sharded: bool = False
     """The residual that comes in holds only this rank's token rows."""
@@ -142,7 +142,7 @@ def candidates(
                 here = _from_table(form, variants, reasons, known, usable_only)
             else:
                 here = _by_threshold(form, reasons, known, usable_only)
-            if form.norm_apart and not known.norm_refused:
+            if form.unfused_norm and not known.norm_refused:
                 here = [each for each in here if _may_pay(*each, reasons)]
             found.extend(here)
     return tuple(found)
@@ -167,7 +167,7 @@ def _forms(base: FusedReductionPlan, facts: ReductionFacts, known: FusedReductio
     if not known.norm_refused:
         yield base
     if facts.has_norm and (known.norm_refused or (facts.sum_is_read and not facts.sum_read_by_reductions)):
-        yield replace(base, workload=with_norm_apart(base.workload), quantizes=False, norm_apart=True)
+        yield replace(base, workload=with_unfused_norm(base.workload), quantizes=False, unfused_norm=True)
 
 
 def _may_pay(candidate: Candidate, lowered: FusedReductionPlan, reasons: list[Rejection]) -> bool:
@@ -179,7 +179,7 @@ def _may_pay(candidate: Candidate, lowered: FusedReductionPlan, reasons: list[Re
 def _named(algorithm: Algorithm, transfer: Transfer | None, lowered: FusedReductionPlan) -> str:
     """A kernel and its form, as reports name them."""
     name = algorithm.value if transfer is None else f"{algorithm.value} {transfer.value}"
-    name = f"{name}, norm apart" if lowered.norm_apart else name
+    name = f"{name}, norm apart" if lowered.unfused_norm else name
     return f"{name}, begun" if lowered.begun else name
 
 

@@ -74,7 +74,7 @@ def replace(rule: str, graph: fx.Graph, chosen: Chosen, placement: Placement, co
     """Puts the operation in place of the site; what changes rounding, a line each."""
     structure, lowered = chosen.found.structure, lowered_of(chosen)
     assert isinstance(structure, Reduction), f"{chosen.found.site.id}: no reduction"
-    reduced = with_fields(structure.reduced, norm=None) if lowered.norm_apart else structure.reduced
+    reduced = with_fields(structure.reduced, norm=None) if lowered.unfused_norm else structure.reduced
     sum_used = structure.sum_is_read or reduced.norm is None
     quantized = structure.quantized if lowered.quantizes else None
     call = call_of(chosen, lowered, reduced, placement, quantized, sum_used, context)
@@ -114,7 +114,7 @@ def lowered_of(chosen: Chosen) -> FusedReductionPlan:
 
 def _consumed(structure: Reduction, lowered: FusedReductionPlan) -> frozenset[fx.Node]:
     """Nodes that a candidate removes from the graph."""
-    consumed = structure.reduced.passed if lowered.norm_apart else structure.interior
+    consumed = structure.reduced.passed if lowered.unfused_norm else structure.interior
     if lowered.quantizes and structure.quantized is not None:
         consumed |= structure.quantized.nodes
     if lowered.takes_gemm and structure.gemm is not None:
@@ -131,7 +131,7 @@ def notes_of(lowered: FusedReductionPlan, facts: object) -> tuple[str, ...]:
         if features is not None and features.quantizes:
             why = f"the kernels take rows of a multiple of {FP8_ROW_ALIGNMENT} elements (hidden {facts.hidden})"
         notes.append(f"e4m3 rows are made of the normalized ones in the graph: {why}")
-    if lowered.norm_apart:
+    if lowered.unfused_norm:
         notes.append("norm apart: the sum is handed out whole and alone, and every rank normalizes it in the graph")
     elif _gathers(lowered):
         notes.append("gather: two-shot hands out the whole sum too, which others read")

@@ -26,7 +26,7 @@ class ReductionPlan(Protocol):
         ...
 
     @property
-    def norm_apart(self) -> bool:
+    def unfused_norm(self) -> bool:
         """True if the operation returns the unsharded sum, and the norm stays in the graph, on every rank."""
         ...
 

@@ -53,7 +53,7 @@ class SharedSum:
             made, *read = (each[at] for each, at in zip(plans, choices, strict=True))
             rewritten = sum(1 << bit for bit, each in enumerate(read) if each is not None)
             readers = [each for each in read if each is not None]
-            if made is not None and self.covered[rewritten] and _hands_over(made, readers):
+            if made is not None and self.covered[rewritten] and _passes_rows(made, readers):
                 found[choices] = -made.gather_us
         return found
 
@@ -92,7 +92,7 @@ def sharded_values(chosen: Sequence[Chosen]) -> frozenset[fx.Node]:
             continue
         those = [other for other in readers.get(total, ()) if other is not each]
         read = [plan for other in those if (plan := plan_of(other.proposal)) is not None]
-        if those and _hands_over(made, read) and _is_covered(total, each.found, [other.found for other in those]):
+        if those and _passes_rows(made, read) and _is_covered(total, each.found, [other.found for other in those]):
             sharded.add(total)
     return frozenset(sharded)
 
@@ -115,11 +115,11 @@ def plan_of(proposal: Proposal | None) -> ReductionPlan | None:
     return proposal.plan if proposal is not None and isinstance(proposal.plan, ReductionPlan) else None
 
 
-def _hands_over(made: ReductionPlan, readers: Sequence[ReductionPlan]) -> bool:
+def _passes_rows(made: ReductionPlan, readers: Sequence[ReductionPlan]) -> bool:
     """True if readers can use just their own rows of a sum: no norm stays in the maker's graph, which would read them
     all."""
     divided_equally = bool(readers) and all(reader.division == made.division for reader in readers)
-    return divided_equally and made.division is not None and not made.norm_apart
+    return divided_equally and made.division is not None and not made.unfused_norm
 
 
 def _is_covered(value: fx.Node, maker: FoundSite, readers: Sequence[FoundSite]) -> bool:

@@ -106,7 +106,7 @@ class ShardNormPlan:
     """See `ReductionPlan`: ranks have equally many rows, one after the other."""
     gather_us: float
     """Cost of gathering the rows of the sum, if they may stay sharded."""
-    widen_us: float
+    unshard_copy_us: float
     """Cost of copying this rank's rows of the sum into a full-size buffer, for consumers that take the unsharded sum.
     The kernel with the norm stores them there."""
     residual_sharded: bool = False
@@ -115,7 +115,7 @@ class ShardNormPlan:
     """The sum that goes out holds only this rank's token rows (every reader accepts that)."""
 
     @property
-    def norm_apart(self) -> bool:
+    def unfused_norm(self) -> bool:
         """The norm is part of it."""
         return False
 
@@ -149,13 +149,14 @@ def _every(chain: Chain, topology: Topology, machine: Machine) -> Iterator[Found
         gathering.candidates(RULE, chain.gather, counts, topology, machine, False, chain.pushed_refused)
     )
     sums = _by_fabric(gathering.candidates(RULE, chain.sum_gather, counts, topology, machine, False))
-    for fabric, ways in scatters.items():
-        behind = [_best(each) for each in (gathers[fabric], *((sums[fabric],) if chain.facts.sum_is_read else ()))]
+    for fabric, offered in scatters.items():
+        read = (gathers[fabric], *((sums[fabric],) if chain.facts.sum_is_read else ()))
+        gathering_parts = [_best(each) for each in read]
         for takes_norm in (False, True):
-            firsts = [way for way in ways if (way[0].variant == TILES_NORM) is takes_norm]
+            firsts = [each for each in offered if (each[0].variant == TILES_NORM) is takes_norm]
             if not firsts:
                 continue
-            parts = [_best(firsts), *behind]
+            parts = [_best(firsts), *gathering_parts]
             reasons = tuple(
                 dict.fromkeys(reason for part in parts if not isinstance(part, ChainPart) for reason in part)
             )
@@ -193,15 +194,15 @@ def _by_fabric(
     return found
 
 
-def _best(ways: list[tuple[Candidate, str]]) -> ChainPart | tuple[Rejection, ...]:
+def _best(offered: list[tuple[Candidate, str]]) -> ChainPart | tuple[Rejection, ...]:
     """The fastest that may be used, or why none may."""
     allowed = [
         ChainPart(candidate.variant, cut, candidate.estimate)
-        for candidate, cut in ways
+        for candidate, cut in offered
         if candidate.allowed and candidate.estimate is not None
     ]
     if not allowed:
-        return tuple(reason for candidate, _ in ways for reason in candidate.rejections)
+        return tuple(reason for candidate, _ in offered for reason in candidate.rejections)
     return min(allowed, key=lambda part: part.estimate.us_with_margin)
 
 
@@ -221,10 +222,11 @@ def _joined(chain: Chain, machine: Machine, fabric: Fabric, parts: list[ChainPar
     else:
         exact = workload_of(facts, TokenCounts(chain.tokens.hint), takes_gemm=False, quantizes=False)
         division = two_shot_division(facts.group, fabric, exact)
+    copy_us = memory_us(machine, chain.shard_bytes * (1 + facts.world)) + host_us(machine)
     lowered = ShardNormPlan(
         fabric, counts.most, scatter.cut, gather.cut, takes_norm, chain.is_padded, division,
         gather_us=summed.us if facts.sum_read_by_reductions else 0.0,
-        widen_us=0.0 if takes_norm else memory_us(machine, chain.shard_bytes * (1 + facts.world)) + host_us(machine),
+        unshard_copy_us=0.0 if takes_norm else copy_us,
     )  # fmt: skip
     variant = ", ".join(part.variant for part in parts[:2] if part.variant)
     parameters: Values = (("gemms", len(chain.depths)), ("read_by", len(chain.widths)), ("max_tokens", counts.most))

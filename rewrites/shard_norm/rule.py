@@ -81,7 +81,7 @@ class WidenedSum:
             if isinstance(made, ShardNormPlan) and any(
                 each is not None and not isinstance(each, ShardNormPlan) for each in read
             ):
-                found[choices] = made.widen_us
+                found[choices] = made.unshard_copy_us
         return found
 
 
@@ -147,7 +147,7 @@ class ShardNorm:
         rank = context.topologies[facts.group].group.rank
         tokens = argument_of(graph, form.tokens)
         shards = Shards.of(graph, like, rank, facts.world, facts.hidden, tokens, lowered.is_padded)
-        residuals = [shards.own_rows(_node(residual)) for residual in reduced.residuals]
+        residuals = [shards.local_rows(_node(residual)) for residual in reduced.residuals]
 
         same = [_node(node) for _, node in _replicated(reduced, lowered)]
         x, rows = _first_half(shards, reduced, form, calls, residuals, same)
@@ -159,14 +159,14 @@ class ShardNorm:
             replace_uses(graph, gemm.node, shards.cut(shards.call(operator.getitem, made, index)))
         if structure.sum_is_read:
             if lowered.sum_sharded:
-                whole = x if lowered.takes_norm else shards.widened(x)
+                whole = x if lowered.takes_norm else shards.full_size(x)
             else:
                 gathered = shards.call(weave.all_gather_gemm.default, x, [], [], 1, calls.sum_gather.encode())
                 whole = shards.cut(shards.call(operator.getitem, gathered, 0))
             replace_uses(graph, reduced.total, viewed_as(graph, whole, form.shape, like=reduced.total))
         erase_dead(graph, chosen.proposal.consumes | reduced.passed | structure.gemm_nodes)
         for residual in reduced.residuals:
-            shards.drop_widened(_node(residual))
+            shards.drop_full_size(_node(residual))
         return _rounding(facts, structure, lowered)
 
 
@@ -327,12 +327,12 @@ def calls_of(
     normed = GemmReduceScatterNormCall(
         site, group, fabric, world, hidden, facts.dtype, lowered.max_tokens, timeout_s, channel,
         cut=lowered.tiles_cut, replicated=" ".join(replicated), eps=norm.eps, weight_offset=norm.weight_offset,
-        cast_before_weight=norm.cast_before_weight, among_all=lowered.sum_sharded,
+        cast_before_weight=norm.cast_before_weight, full_size_sum=lowered.sum_sharded,
     ) if lowered.takes_norm else None  # fmt: skip
     gather = AllGatherGemmCall(
         site, group, fabric, world, hidden, rows_dtype, lowered.max_tokens, timeout_s, channel, cut=lowered.pushed_cut
     )
     sum_gather = AllGatherGemmCall(
-        site, group, fabric, world, hidden, facts.dtype, lowered.max_tokens, timeout_s, channel, hands_out_rows=True
+        site, group, fabric, world, hidden, facts.dtype, lowered.max_tokens, timeout_s, channel, returns_rows=True
     )
     return Calls(scatter, normed, gather, sum_gather)

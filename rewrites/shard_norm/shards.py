@@ -69,8 +69,8 @@ class Shards:
         """Without those that `filled` added."""
         return self.call(_SLICE, rows, 0, 0, self.tokens) if self.is_padded else rows
 
-    def own_rows(self, whole: fx.Node) -> fx.Node:
-        """This rank's rows [own, hidden] of a value `[..., hidden]`; the shard itself if `widened` made the value of
+    def local_rows(self, whole: fx.Node) -> fx.Node:
+        """This rank's rows [own, hidden] of a value `[..., hidden]`; the shard itself if `full_size` made the value of
         it."""
         sharded = self._narrowed(whole)
         if sharded is not None:
@@ -81,13 +81,13 @@ class Shards:
         by_rank = self.call(aten.view.default, self.filled(rows), [self.world, self.own, self.hidden])
         return self.call(aten.select.int, by_rank, 0, self.rank)
 
-    def widened(self, shard: fx.Node) -> fx.Node:
+    def full_size(self, shard: fx.Node) -> fx.Node:
         """[tokens, hidden] in which this rank's rows are those of `shard` and all others 0."""
-        before, behind = self._around()
-        return self.cut(self.call(_PAD, shard, [0, 0, before, behind]))
+        before, after = self._around()
+        return self.cut(self.call(_PAD, shard, [0, 0, before, after]))
 
     def _narrowed(self, whole: fx.Node) -> fx.Node | None:
-        """The shard that `widened` made `whole` of, through views; None for any other value."""
+        """The shard that `full_size` made `whole` of, through views; None for any other value."""
         node = skip_shapes(whole)
         if self.is_padded and is_call(node, frozenset({_SLICE})) and isinstance(node.args[0], fx.Node):
             node = node.args[0]
@@ -101,13 +101,13 @@ class Shards:
         if len(pads) != 4 or list(pads[:2]) != [0, 0] or len(sizes) != 2:
             return None
         as_expected = [str(_value(each)) for each in (pads[2], pads[3], *sizes)]
-        before, behind = (self.rank, self.world - 1 - self.rank)
+        before, after = (self.rank, self.world - 1 - self.rank)
         own = _value(self.own)
-        wanted = [str(before * own), str(behind * own), *(str(_value(each)) for each in shape)]  # type: ignore[operator]
+        wanted = [str(before * own), str(after * own), *(str(_value(each)) for each in shape)]  # type: ignore[operator]
         return shard if as_expected == wanted else None
 
-    def drop_widened(self, whole: fx.Node) -> None:
-        """Erases what `widened` made if nothing reads it, since every reader took its own rows."""
+    def drop_full_size(self, whole: fx.Node) -> None:
+        """Erases what `full_size` made if nothing reads it, since every reader took its own rows."""
         shard = self._narrowed(whole)
         node = whole
         while shard is not None and node is not shard and not node.users:
@@ -120,8 +120,8 @@ class Shards:
         """Numbers of rows before this rank's, and after them."""
         counts = (self.rank, self.world - 1 - self.rank)
         if isinstance(self.own, int):
-            before, behind = (count * self.own for count in counts)
-            return before, behind
+            before, after = (count * self.own for count in counts)
+            return before, after
         first, last = (0 if count == 0 else self.call(operator.mul, count, self.own) for count in counts)
         return first, last
 

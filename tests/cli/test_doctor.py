@@ -177,7 +177,7 @@ def test_multicast_is_what_torch_makes_of_it(why: str, said: str, monkeypatch: p
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(gpus, "pair_apart", lambda: None)
+    monkeypatch.setattr(gpus, "pair_without_access", lambda: None)
     monkeypatch.setattr(gpus, "describe", lambda index: {"no_multicast": why})
     monkeypatch.setattr(traits, "is_built", lambda part: True)
     found = {check.name: check.found for check in doctor._fabrics()}

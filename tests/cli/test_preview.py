@@ -50,7 +50,7 @@ def _all_reduces(request: CaptureRequest) -> tuple[int, list[tuple[int, ...]]]:
         for node in module.graph.nodes:
             if "all_reduce" in str(node.target):
                 paths = [path for path, _ in node.meta["nn_module_stack"].values()]
-                (layer,) = timeline.homes(paths[-1:])
+                (layer,) = timeline.layers_of(paths[-1:])
                 found.append((1 if layer is None else plan.counts[layer], tuple(node.meta["val"].shape)))
         values = fx.map_arg(module.graph.output_node().args[0], lambda node: node.meta["val"])
         return lambda *_: values

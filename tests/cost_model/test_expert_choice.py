@@ -81,7 +81,7 @@ def test_no_choice_for_sharded_tokens_is_slower_than_the_library() -> None:
         for name, shown in {"": "triton", "hopper": "hopper"}.items():
             parts = gpu_parts(profile, Fabric.PEER, ShardedMixture(of_rank, world), name, transposed=False)
             if parts is not None:
-                times[shown] = parts.experts + parts.dispatch + parts.home + parts.combine
+                times[shown] = parts.experts + parts.dispatch + parts.returned + parts.combine
         chosen = min(times, key=lambda name: times[name])
         library = min(row["baselines"][name] for name in ("all_to_all", "all_gather"))
         found[tuple(case.values())] = library / row["parameters"][f"us {chosen}"]

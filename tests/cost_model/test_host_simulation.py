@@ -40,9 +40,9 @@ def test_an_early_message_waits_for_one_that_is_awaited() -> None:
     """Three hosts: host 1 sends its sum at once, but host 0 first needs the message of host 2."""
     us = 1e6 / INTER.bytes_per_s * 1e6
     three = simulate(DOUBLING, HostAllReduce(1e6, 1, 3), LOCAL, INTER)
-    handed, traded, returned = us, 2 * us, us
+    sent, traded, returned = us, 2 * us, us
     # Host 0's sum leaves before the total that it returns, on the same link.
-    assert three.us == pytest.approx(handed + traded + returned + 2 * 10)
+    assert three.us == pytest.approx(sent + traded + returned + 2 * 10)
 
 
 @pytest.mark.parametrize(("ranks_per_host", "ranks_per_link"), [(1, 1), (4, 1), (4, 4)])

@@ -78,9 +78,9 @@ def home(shape: ExpertsShape, call: ExpertsCall) -> None:
     inner = torch.empty(shape.rows, shape.inner, dtype=torch.bfloat16, device="meta")
     order = torch.empty(shape.rows, dtype=torch.int32, device="meta")
     table = torch.empty(how.table_rows(shape), 4, dtype=torch.int32, device="meta")
-    homes = torch.empty(4, dtype=torch.int64, device="meta")
+    buffers = torch.empty(4, dtype=torch.int64, device="meta")
     weights = operands_of(shape, call).of_experts
-    gpu.second_gemm(inner, order, table, weights, homes, shape, how, shape.rows // 4)
+    gpu.second_gemm(inner, order, table, weights, buffers, shape, how, shape.rows // 4)
 
 
 if __name__ == "__main__":

@@ -100,13 +100,13 @@ def rows_of(
     num_sms: int,
     seed: int,
     group: int,
-    homes: int = 0,
+    num_buffers: int = 0,
     wide: int = 0,
     one: OneKernel | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Results of both GEMMs, for contiguous weights or transposed ones: `inner` by position, `results` by row; the rest
-    is `POISON`. `homes`: the number of result buffers, each of as many rows. `wide`: the wide GEMMs, `FIRST_WIDE` or
-    `SECOND_WIDE` or both. `one`: both GEMMs run in one kernel."""
+    is `POISON`. `num_buffers`: the number of result buffers, all of equally many rows. `wide`: the wide GEMMs,
+    `FIRST_WIDE` or `SECOND_WIDE` or both. `one`: both GEMMs run in one kernel."""
     shape = checked_shape(operands, call)
     tile_rows = _native.WIDE_EXPERT_TILE_ROWS if wide else _native.EXPERT_TILE_ROWS
     order, table = routed(operands.experts, shape, tile_rows)
@@ -130,14 +130,14 @@ def rows_of(
         shape.choices, group, call.gated, call.interleaved, activation_number(call.activation),
         call.alpha, call.limit, operands.gate_up.stride(2) != 1, num_sms, seed, tile_rows,
         bool(wide & SECOND_WIDE),
-        shape.rows // homes if homes else 0,
+        shape.rows // num_buffers if num_buffers else 0,
         -1 if one is None else one.lag, 0 if one is None else one.resident, one is not None and one.counts_are_ignored,
     )  # fmt: skip
     wrong = library().run(ctypes.byref(asked)).decode()
     assert not wrong, wrong
-    if homes:
-        assert shape.rows % homes == 0, f"{shape.rows} rows at {homes} homes"
-        results = results.view(homes, -1, shape.hidden).flip(0).reshape(results.shape)
+    if num_buffers:
+        assert shape.rows % num_buffers == 0, f"{shape.rows} rows at {num_buffers} result buffers"
+        results = results.view(num_buffers, -1, shape.hidden).flip(0).reshape(results.shape)
     return inner, results
 
 

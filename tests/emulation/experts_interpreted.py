@@ -69,7 +69,7 @@ def many_tiles(call: ExpertsCall, swap: bool, splits: int, group: int) -> None:
     check(operands, call, replace(how, splits=splits, group=group))
 
 
-def homes(swap: bool) -> None:
+def result_buffers(swap: bool) -> None:
     """The second GEMM's rows at three ranks: those of all in one tensor, where nothing is at other places."""
     sizes = Sizes(tokens=21, choices=2, experts=2, hidden=51, inner=35, bias=True, transposed=swap)
     operands = make_operands(sizes, SILU, torch.float16, 7, "some_foreign")
@@ -158,7 +158,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         )
     },
     **{f"routing of {experts}": partial(routing, experts) for experts in (1, 9)},
-    **{f"homes swap {swap}": partial(homes, swap) for swap in (False, True)},
+    **{f"homes swap {swap}": partial(result_buffers, swap) for swap in (False, True)},
     **{
         f"{num_ranges} ranges transposed {transposed} swap {swap}": partial(ranges, num_ranges, transposed, swap)
         for num_ranges in NUM_RANGES

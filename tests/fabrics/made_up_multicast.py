@@ -89,7 +89,7 @@ def make_up(rank: int, made: MadeUpTorch, calls: MadeUpCalls | None = None) -> N
     values: list[tuple[object, str, object]] = [
         (peer, "_exchange", exchange),
         (peer._native, "PeerGroup", MappedGroup),
-        (symmetric, "_meet", made.meet),
+        (symmetric, "_join", made.meet),
         (symmetric, "os", SimpleNamespace(environ=made.environment)),
         (torch._C._distributed_c10d, "_SymmetricMemory", made),
     ]

@@ -52,7 +52,7 @@ def run_right(rank: int) -> None:
     assert larger.multicast and arena.closed, "calls by multicast bind to the larger arena as well"
     assert made.disabled == [True, False, False] and calls.steps == ["prepare", "run"] * 2
     assert refusal(group) is None
-    assert symmetric._num_met == 3 and OFF not in made.environment and os.environ[OFF] == "1"
+    assert symmetric._num_rendezvous == 3 and OFF not in made.environment and os.environ[OFF] == "1"
 
 
 def test_plans_by_multicast_get_torchs_mapping_and_its_first_calls_are_checked() -> None:
@@ -159,11 +159,11 @@ def test_a_rendezvous_that_asks_for_it_says_how_to_do_without(monkeypatch: pytes
 
     made = MadeUpTorch()
     monkeypatch.setattr(symmetric, "os", type("os", (), {"environ": made.environment}))
-    monkeypatch.setattr(symmetric, "_meet", meet)
+    monkeypatch.setattr(symmetric, "_join", meet)
     monkeypatch.setattr(symmetric, "_bounded", lambda *of: nullcontext())
     for asked in (True, False):
         monkeypatch.setattr(symmetric, "_failed", "")
-        monkeypatch.setattr(symmetric, "_num_met", 0)
+        monkeypatch.setattr(symmetric, "_num_rendezvous", 0)
         with pytest.raises(RuntimeError, match="invalid argument"):
             symmetric.rendezvous(torch.zeros(1), None, 1.0, asked)  # type: ignore[arg-type]
         assert (f"start with {OFF}=1 to do without" in symmetric.failed()) is asked

@@ -25,8 +25,8 @@ def run_unequal_groups(rank: int) -> None:
     met: list[tuple[int, int]] = []
 
     def rendezvous(memory: torch.Tensor, process_group: dist.ProcessGroup, timeout_s: float = 1.0) -> object:
-        met.append((symmetric._num_met, process_group.size()))
-        symmetric._num_met += 1
+        met.append((symmetric._num_rendezvous, process_group.size()))
+        symmetric._num_rendezvous += 1
         return object()
 
     setattr(symmetric, "rendezvous", rendezvous)  # noqa: B010
@@ -91,7 +91,7 @@ def stuck(rank: int, for_socket: bool) -> list[str]:
         wait_as_torch_does(store, for_socket)
         raise AssertionError("nobody answered")
 
-    for name, value in {"_meet": meet, "MEETING_S": 1.0}.items():
+    for name, value in {"_join": meet, "RENDEZVOUS_S": 1.0}.items():
         setattr(module, name, value)
     ticks: list[float] = []
     signal.signal(signal.SIGALRM, lambda *_: ticks.append(time.monotonic()))

@@ -26,7 +26,7 @@ from weaveopt.ops.gemm_comm.reduce_scatter.reference import reference
 from weaveopt.ops.reduction.buffers import memory_plan as plan_of_reductions
 from weaveopt.records.candidate import Fabric
 
-SCATTER, GATHER = scatters.Form(), gathers.Form(hands_out_rows=True)
+SCATTER, GATHER = scatters.Form(), gathers.Form(returns_rows=True)
 
 
 def reserve_all(world: int) -> ShmArena:

@@ -128,9 +128,9 @@ def run_slow_readers(rank: int) -> list[str]:
 
         slow = SimpleNamespace(set=store.set, wait=store.wait, check=store.check, get=read)
         channel.store = slow  # type: ignore[assignment]
-    told = channel.gather({"text": f"of {rank}"}, "a test", 30.0)
+    answers = channel.gather({"text": f"of {rank}"}, "a test", 30.0)
     channel.settle()
-    return [str(each["text"]) for each in told]
+    return [str(each["text"]) for each in answers]
 
 
 def test_whoever_has_the_store_stays_until_all_have_read() -> None:

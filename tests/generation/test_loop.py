@@ -11,7 +11,7 @@ from torch import Tensor
 from weaveopt.errors import PeerTimeoutError
 from weaveopt.fabrics import watchdog
 from weaveopt.generation.layers import SPARE_SLOTS
-from weaveopt.generation.loop import AHEAD_TOGETHER, MAX_AHEAD, DecodeLoop, Told
+from weaveopt.generation.loop import AHEAD_TOGETHER, MAX_AHEAD, DecodeLoop, HostOutputs
 
 
 @dataclass
@@ -37,28 +37,30 @@ class Late:
 class Counting:
     """Steps of two rows: step `n` makes tokens `n` and `-n`; from `stop` on nothing is unfinished."""
 
-    told: Tensor
+    step_output: Tensor
     stop: int
     steps: int = 0
 
     def __call__(self) -> bool:
         self.steps += 1
-        self.told.copy_(torch.tensor([self.steps, -self.steps, int(self.steps < self.stop)]))
+        self.step_output.copy_(torch.tensor([self.steps, -self.steps, int(self.steps < self.stop)]))
         return self.steps > 2
 
 
 def run(
     looks: int, stop: int, max_tokens: int, fails: RuntimeError | None = None, together: bool = False
 ) -> tuple[DecodeLoop, list[int]]:
-    told, heard = torch.tensor([0, 0, int(stop > 0)]), list[int]()
+    step_output, heard = torch.tensor([0, 0, int(stop > 0)]), list[int]()
 
     def sink(tokens: Tensor) -> None:
         assert tokens[0] == -tokens[1]
         heard.append(int(tokens[0]))
 
-    places = [torch.zeros_like(told) for _ in range(MAX_AHEAD + 1)]
-    loop = DecodeLoop(told, Told(places, [Late(looks, fails=fails) for _ in places]), sink, max_tokens, together)
-    steps = Counting(told, stop)
+    places = [torch.zeros_like(step_output) for _ in range(MAX_AHEAD + 1)]
+    loop = DecodeLoop(
+        step_output, HostOutputs(places, [Late(looks, fails=fails) for _ in places]), sink, max_tokens, together
+    )
+    steps = Counting(step_output, stop)
     loop.run(steps, lambda: None)
     assert steps.steps == loop.outcome.num_steps
     return loop, heard

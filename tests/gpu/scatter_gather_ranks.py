@@ -77,11 +77,11 @@ def scatter_call(hidden: int, dtype: str, cut: TileConfig | None, **more: object
     return replace(call, **more)  # type: ignore[arg-type]
 
 
-def gather_call(hidden: int, dtype: str, cut: TileConfig | None, hands_out_rows: bool = False) -> AllGatherGemmCall:
+def gather_call(hidden: int, dtype: str, cut: TileConfig | None, returns_rows: bool = False) -> AllGatherGemmCall:
     world = dist.get_world_size()
     return AllGatherGemmCall(
-        site=f"gather {hidden} {dtype} {cut} {hands_out_rows}", group="0", fabric=Fabric.PEER, world=world,
-        hidden=hidden, dtype=dtype, max_tokens=MOST_ROWS * world, timeout_s=TIMEOUT_S, hands_out_rows=hands_out_rows,
+        site=f"gather {hidden} {dtype} {cut} {returns_rows}", group="0", fabric=Fabric.PEER, world=world,
+        hidden=hidden, dtype=dtype, max_tokens=MOST_ROWS * world, timeout_s=TIMEOUT_S, returns_rows=returns_rows,
         cut="" if cut is None else str(cut),
     )  # fmt: skip
 
@@ -179,7 +179,7 @@ def pushed(place: Place) -> None:
     """GEMMs that begin before all rows are here, and those that start after them; each call twice."""
     for index, (rows, hidden, widths) in enumerate(GATHER_SHAPES):
         for turn, cut in enumerate((*GATHER_CUTS, None)):
-            dtype, hands_out = ("bfloat16", "float16")[(index + turn) % 2], turn % 2 == 1
+            dtype, output = ("bfloat16", "float16")[(index + turn) % 2], turn % 2 == 1
             kind = getattr(torch, dtype)
             shards = [small(rows, hidden, seed=rank + turn, dtype=kind) for rank in range(place.world)]
             b = [small(width, hidden, seed=width + turn, dtype=kind).t() for width in widths]
@@ -189,7 +189,7 @@ def pushed(place: Place) -> None:
             if turn == 2:  # this one comes behind all rows
                 tokens = rows * place.world
                 addends[-1] = small(tokens, widths[-1], seed=turn, dtype=kind)
-            check_gather(place, shards, Weights(b, addends), 1, gather_call(hidden, dtype, cut, hands_out))
+            check_gather(place, shards, Weights(b, addends), 1, gather_call(hidden, dtype, cut, output))
 
 
 def copied(place: Place) -> None:
@@ -258,8 +258,8 @@ class Layers:
         self.up = [small(inner, hidden, seed=rank, dtype=kind).t() for rank in range(place.world)]
         self.down = [small(hidden, inner, seed=rank + 9, dtype=kind).t() for rank in range(place.world)]
         self.calls = [
-            (gather_call(hidden, "bfloat16", gather_cut, hands_out), scatter_call(hidden, "bfloat16", tile_cut))
-            for gather_cut, tile_cut, hands_out in (
+            (gather_call(hidden, "bfloat16", gather_cut, output), scatter_call(hidden, "bfloat16", tile_cut))
+            for gather_cut, tile_cut, output in (
                 (GATHER_CUTS[0], TILE_CUTS[0], False),
                 (GATHER_CUTS[1], TILE_CUTS[2], True),
                 (None, None, True),
@@ -276,7 +276,7 @@ class Layers:
         for gathering, scattering in self.calls:
             rows, between = gather(shard, Weights([self.up[rank]], [None]), 1, gathering)
             shard = torch.sign(scatter(Products([torch.sign(between)], [self.down[rank]]), 1, scattering))
-            if gathering.hands_out_rows:
+            if gathering.returns_rows:
                 own = rows[rank * self.rows : (rank + 1) * self.rows]
                 shard = torch.sign(shard + own + rows.sum(0, dtype=torch.float32).sign().to(shard.dtype))
         return shard
@@ -292,7 +292,7 @@ class Layers:
                 torch.zeros(whole.shape, device="cuda"),
             )
             before, whole = whole, torch.sign(total).to(whole.dtype)
-            if gathering.hands_out_rows:
+            if gathering.returns_rows:
                 whole = torch.sign(whole + before + before.sum(0, dtype=torch.float32).sign().to(whole.dtype))
         return whole.chunk(self.place.world)[self.place.rank]
 

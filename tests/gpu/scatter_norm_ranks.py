@@ -86,7 +86,7 @@ def agree(place: Place, rows: int, depth: int, weight: Tensor | None, call: Gemm
     what = f"{rows} rows, depth {depth}, {call}"
     poison()
     found = [run(a[place.rank], b[place.rank], own, weight, call) for _ in range(2)]
-    among = run(a[place.rank], b[place.rank], own, weight, replace(call, among_all=True))
+    among = run(a[place.rank], b[place.rank], own, weight, replace(call, full_size_sum=True))
     assert among[1].shape == residual.shape, what
     found.append((among[0], among[1][place.rank * rows : (place.rank + 1) * rows]))
     for normalized, summed in found:

@@ -26,7 +26,7 @@ from weaveopt import _native, cost_model
 from weaveopt.cost_model.machine import Curve, Point
 from weaveopt.cost_model.tile_config import TILES, TileConfig
 from weaveopt.fabrics import peer, topology
-from weaveopt.ops.gemm_comm.all_reduce.call import ALL_REDUCE, GemmReductionCall, HandsOut
+from weaveopt.ops.gemm_comm.all_reduce.call import ALL_REDUCE, GemmReductionCall, TileOutput
 from weaveopt.ops.gemm_comm.all_reduce.reference import reference
 from weaveopt.ops.reduction.buffers import memory_plan
 from weaveopt.ops.reduction.call import SumOut
@@ -161,8 +161,8 @@ def profile() -> str:
     """h200x4 with times of the kernel in place of those measured: so short that it is chosen wherever it can run."""
     base, world = cost_model.load("h200x4"), dist.get_world_size()
     curves = (
-        Curve("fused", RULE, ALL_REDUCE.name_of(CUTS[0], depth, hands_out.variant), world, POINTS, 4096)
-        for hands_out in HandsOut
+        Curve("fused", RULE, ALL_REDUCE.name_of(CUTS[0], depth, output.variant), world, POINTS, 4096)
+        for output in TileOutput
         for depth in (64, 8192)
     )
     return written_once(with_curves(base, "short", curves))

@@ -187,6 +187,6 @@ def poisoned(operands: ExpertOperands) -> ExpertOperands:
     idle = [e for e in range(num_experts) if e not in chosen]
     gate_up, down, weights = whole(operands.gate_up).clone(), whole(operands.down).clone(), operands.weights.clone()
     gate_up[idle], down[idle] = math.nan, math.inf
-    foreign = (operands.experts < 0) | (operands.experts >= num_experts)
-    weights[foreign] = math.nan
+    remote = (operands.experts < 0) | (operands.experts >= num_experts)
+    weights[remote] = math.nan
     return replace(operands, gate_up=gate_up, down=down, weights=weights)

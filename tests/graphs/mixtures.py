@@ -41,8 +41,8 @@ FAMILIES = (
 """The families of the project's coverage, with activations that others have, experts without gates and with limits."""
 
 
-def experts_of(family: Family, form: str, dtype: torch.dtype, foreign: bool = False) -> torch.nn.Module:
-    """The module, all its parameters random; with `foreign`, as expert parallelism leaves it on one rank."""
+def experts_of(family: Family, form: str, dtype: torch.dtype, remote: bool = False) -> torch.nn.Module:
+    """The module, all its parameters random; with `remote`, as expert parallelism leaves it on one rank."""
     module = importlib.import_module(f"transformers.models.{family.name}.modeling_{family.name}")
     config = _Config(**dict(family.settings), _experts_implementation=form)
     with torch.random.fork_rng():
@@ -51,7 +51,7 @@ def experts_of(family: Family, form: str, dtype: torch.dtype, foreign: bool = Fa
         with torch.no_grad():
             for parameter in made.parameters():
                 parameter.copy_(torch.randn_like(parameter, dtype=torch.float32) * 0.3)
-    made._is_expert_parallel = foreign  # type: ignore[assignment]
+    made._is_expert_parallel = remote  # type: ignore[assignment]
     return made.eval()
 
 
@@ -72,13 +72,13 @@ class _Config(SimpleNamespace):
         return HIDDEN if "size" in name or "dim" in name else 0
 
 
-def routed(tokens: int, choices: int, dtype: torch.dtype, weights_dtype: torch.dtype, foreign: bool) -> list[Tensor]:
-    """Rows, the experts that they chose and the weights of these; with `foreign`, some of no expert here."""
+def routed(tokens: int, choices: int, dtype: torch.dtype, weights_dtype: torch.dtype, remote: bool) -> list[Tensor]:
+    """Rows, the experts that they chose and the weights of these; with `remote`, some of no expert here."""
     generator = torch.Generator().manual_seed(tokens * 10 + choices)
     rows = torch.randn(tokens, HIDDEN, generator=generator).to(dtype)
-    scores = torch.randn(tokens, EXPERTS + (2 if foreign else 0), generator=generator).softmax(-1)
+    scores = torch.randn(tokens, EXPERTS + (2 if remote else 0), generator=generator).softmax(-1)
     weights, experts = scores.topk(choices)
-    if foreign:
+    if remote:
         weights = weights.masked_fill(experts >= EXPERTS, 0.0)
         experts = experts.clamp(max=EXPERTS)
     return [rows, experts, weights.to(weights_dtype)]

@@ -147,13 +147,13 @@ def _tells_its_port(rank: int, folder: str) -> None:
 
 
 def _strikes_while_connecting(this: _Rank) -> None:
-    plain = connections._Meeting.hold
+    plain = connections._ConnectionSetup.hold
 
-    def struck(meeting: connections._Meeting, *arguments: object) -> None:
+    def struck(setup: connections._ConnectionSetup, *arguments: object) -> None:
         this.reach(Moment.CONNECTING)
-        plain(meeting, *arguments)  # type: ignore[arg-type]
+        plain(setup, *arguments)  # type: ignore[arg-type]
 
-    connections._Meeting.hold = struck  # type: ignore[assignment, method-assign]
+    connections._ConnectionSetup.hold = struck  # type: ignore[assignment, method-assign]
 
 
 def run(rank: int, case: Case, network: Network) -> Said:

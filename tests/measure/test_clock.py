@@ -120,10 +120,10 @@ def test_a_terminal_shows_a_bar_for_each_kind(monkeypatch: pytest.MonkeyPatch) -
     screen = Terminal()
     monkeypatch.setattr("sys.stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
-    with calibrate._progress(True) as tell:
+    with calibrate._progress(True) as show_progress:
         for done in range(3):
-            tell("GEMMs float32", done, 3)
-        tell("collectives", 0, 2)
+            show_progress("GEMMs float32", done, 3)
+        show_progress("collectives", 0, 2)
     shown = screen.getvalue()
     assert "GEMMs float32" in shown and "3/3" in shown and "collectives" in shown and "2/2" in shown and "━" in shown
 
@@ -131,7 +131,7 @@ def test_a_terminal_shows_a_bar_for_each_kind(monkeypatch: pytest.MonkeyPatch) -
 def test_a_file_gets_a_line_for_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     monkeypatch.setattr("sys.stderr", screen)
-    with calibrate._progress(True) as tell:
+    with calibrate._progress(True) as show_progress:
         for done in range(3):
-            tell("GEMMs float32", done, 3)
+            show_progress("GEMMs float32", done, 3)
     assert screen.getvalue() == "weaveopt: measuring GEMMs float32\n"

@@ -147,13 +147,13 @@ def test_the_price_is_the_measurement(machine: Machine, transposed: bool) -> Non
             parts = gpu_parts(machine, Fabric.PEER, sharded, name, transposed)
             assert candidate.estimate is not None and parts is not None and not candidate.rejections
             assert candidate.estimate.us == pytest.approx(
-                parts.experts + parts.dispatch + parts.home + parts.combine + parts.host
+                parts.experts + parts.dispatch + parts.returned + parts.combine + parts.host
             )
             mixture = replace(sharded.of_busiest, transposed=transposed)
             assert parts.experts == kernels_us(machine, mixture, name) and parts.host == 6 * host_us(machine)
             if tokens > 1:
                 assert parts.dispatch == pytest.approx(kernel_us(DISPATCH, sharded.sent_bytes), rel=0.1)
-                assert parts.home == pytest.approx(sharded.returned_bytes / 3e5, rel=0.2)
+                assert parts.returned == pytest.approx(sharded.returned_bytes / 3e5, rel=0.2)
                 assert parts.combine == pytest.approx(kernel_us(COMBINE, tokens * CHOSEN * 2 * HIDDEN), rel=0.1)
 
 

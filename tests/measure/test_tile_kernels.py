@@ -16,7 +16,7 @@ from weaveopt.measure.cases.reduction.peer import PeerKernels
 from weaveopt.measure.clock import Sample
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.overlapped import Times
-from weaveopt.ops.gemm_comm.all_reduce.call import ALL_REDUCE, HandsOut, decode
+from weaveopt.ops.gemm_comm.all_reduce.call import ALL_REDUCE, TileOutput, decode
 from weaveopt.ops.reduction.prices.workload import Workload
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric, Rejection
@@ -42,11 +42,11 @@ def machine() -> Machine:
     return draft.machine("made_up")
 
 
-def workload(tokens: int, hidden: int, depth: int, hands_out: HandsOut = HandsOut.NORM) -> Workload:
-    has_norm = hands_out is not HandsOut.SUM
+def workload(tokens: int, hidden: int, depth: int, output: TileOutput = TileOutput.NORM) -> Workload:
+    has_norm = output is not TileOutput.SUM
     return Workload(
         tokens, tokens, hidden, "bfloat16", 2, gemm=cost_model.Gemm(tokens, depth, hidden), has_norm=has_norm,
-        num_norms=int(has_norm), sum_is_used=hands_out is not HandsOut.NORM,
+        num_norms=int(has_norm), sum_is_used=output is not TileOutput.NORM,
     )  # fmt: skip
 
 
@@ -61,8 +61,8 @@ def test_the_price_is_the_measurement(machine: Machine, tmp_path: Path) -> None:
     path.write_text(cost_model.dumps(machine))
     assert cost_model.load(str(path)) == machine
     for case in cases(quick=False):
-        depth, (hands_out, cut) = case.depth, case.cut
-        of = workload(case.tokens, case.hidden, depth, hands_out)
+        depth, (output, cut) = case.depth, case.cut
+        of = workload(case.tokens, case.hidden, depth, output)
         us, best = priced_us(machine, of)
         assert best.finisher_ctas == 4, "the faster of the two"
         if cut == best:
@@ -94,6 +94,6 @@ def test_what_is_measured_can_be_called_and_named(quick: bool) -> None:
     for case in every:
         call = call_of(case, "0", 4)
         assert decode(call.encode()) == call
-        hands_out, config = case.cut
-        measured = (hands_out.variant, config, case.depth)
+        output, config = case.cut
+        measured = (output.variant, config, case.depth)
         assert ALL_REDUCE.parse(variant_of(case.cut, case.depth)) == measured

@@ -36,23 +36,23 @@ class Form:
     widths: tuple[int, ...] = (16,)
     addends: str = ""
     """`row` or `full`, of the first GEMM."""
-    hands_out_rows: bool = False
+    returns_rows: bool = False
     strided: bool = False
 
 
 FORMS = (
     Form(),
-    Form(outer=3, hands_out_rows=True),
+    Form(outer=3, returns_rows=True),
     Form(widths=(8, 24, 1), addends="row"),
     Form(outer=2, widths=(40, 8), addends="full", strided=True),
-    Form(hands_out_rows=True, strided=True),
+    Form(returns_rows=True, strided=True),
 )
 
 
 def make_call(form: Form, hidden: int, dtype: str, world: int, group: str = "0") -> AllGatherGemmCall:
     return AllGatherGemmCall(
         site=f"{form}", group=group, fabric=Fabric.SHM, world=world, hidden=hidden, dtype=dtype, max_tokens=MAX_TOKENS,
-        timeout_s=30.0, hands_out_rows=form.hands_out_rows,
+        timeout_s=30.0, returns_rows=form.returns_rows,
     )  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def run_groups(rank: int) -> None:
         name, own = groups[at].group_name, ranks_of[at].index(rank)
         reserve(2, name)
         for seed in range(20):
-            form = replace(FORMS[seed % len(FORMS)], hands_out_rows=True)
+            form = replace(FORMS[seed % len(FORMS)], returns_rows=True)
             call = make_call(form, 64, "bfloat16", 2, name)
             shards, weights = make_inputs(form, 5, 64, "bfloat16", 2, seed=10 * at + seed)
             want = reference(shards, weights[own], form.outer, call)
@@ -159,7 +159,7 @@ def run_compiled(rank: int, world: int) -> None:
     """Under Inductor with a symbolic number of rows, and threads."""
     assert torch.get_num_threads() == 3
     reserve(world)
-    call = make_call(Form(hands_out_rows=True), 64, "float32", world).encode()
+    call = make_call(Form(returns_rows=True), 64, "float32", world).encode()
     compiled = torch.compile(step, dynamic=True, fullgraph=True)
     for rows in (2, 5, 33, MAX_TOKENS // 2 + 1):
         own = torch.Generator().manual_seed(rank)

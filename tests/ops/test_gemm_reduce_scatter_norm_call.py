@@ -58,7 +58,7 @@ def test_shapes_are_known_without_peers() -> None:
         given = torch.empty(4, HIDDEN, dtype=torch.bfloat16), torch.empty(HIDDEN)
         found = torch.ops.weave.gemm_reduce_scatter_norm(a, b, *given, CALL.encode())
         assert [(tuple(each.shape), each.dtype) for each in found] == [((4, HIDDEN), torch.bfloat16)] * 2
-        among = replace(CALL, among_all=True)
+        among = replace(CALL, full_size_sum=True)
         found = torch.ops.weave.gemm_reduce_scatter_norm(a, b, *given, among.encode())
         assert [tuple(each.shape) for each in found] == [(4, HIDDEN), (8, HIDDEN)]
         with pytest.raises(WeaveError, match="planned for bfloat16"):
@@ -93,7 +93,7 @@ def test_one_kernel_gets_all_of_it(site: PeerGemmReduceScatter, launches: Launch
 
 
 def test_the_sum_may_lie_among_the_rows_of_all_ranks(site: PeerGemmReduceScatter, launches: Launches) -> None:  # noqa: F811
-    products, call = Products([ones(300, DEPTH)], [ones(HIDDEN, DEPTH).t()]), replace(CALL, among_all=True)
+    products, call = Products([ones(300, DEPTH)], [ones(HIDDEN, DEPTH).t()]), replace(CALL, full_size_sum=True)
     made = site.run_norm(products, ones(150, HIDDEN), None, call)
     assert made is not None and [tuple(each.shape) for each in made] == [(150, HIDDEN), (300, HIDDEN)]
     [(_, values)] = launches.take()
@@ -168,7 +168,7 @@ def run_grid(rank: int, world: int) -> int:
                 for found, expected in zip(got, want, strict=True):
                     assert found.dtype is dtype and found.is_contiguous()
                     assert torch.equal(found, expected), f"{rows} rows of {each}"
-                _, among = run_op(every[rank], b, own, weight, replace(each, among_all=True))
+                _, among = run_op(every[rank], b, own, weight, replace(each, full_size_sum=True))
                 assert among.shape == residual.shape
                 assert torch.equal(among[rank * rows : (rank + 1) * rows], want[1]), f"{rows} rows of {each}"
                 count += 1

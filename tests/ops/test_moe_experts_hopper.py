@@ -76,13 +76,13 @@ def test_tiles_are_shared_out(num_sms: int, group: int, wide: int) -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("homes", [1, 2, 5, 8])
-def test_rows_to_several_ranks(homes: int, transposed: bool) -> None:
+@pytest.mark.parametrize("num_buffers", [1, 2, 5, 8])
+def test_rows_to_several_ranks(num_buffers: int, transposed: bool) -> None:
     """The bits of rows that go into one tensor, and nothing around them."""
     sizes = Sizes(tokens=200, choices=2, experts=3, hidden=328, inner=72, bias=True, transposed=transposed)
     operands = make_operands(sizes, SILU, BF16, 8, "some_foreign")
     _, together = rows_of(operands, SILU, 4, 0, 2)
-    _, apart = rows_of(operands, SILU, 4, 1, 2, homes)
+    _, apart = rows_of(operands, SILU, 4, 1, 2, num_buffers)
     assert torch.equal(apart, together)
 
 

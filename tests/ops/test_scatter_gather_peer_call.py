@@ -205,19 +205,19 @@ def names(launches: Launches) -> list[str]:
 
 def test_a_gemm_begins_before_all_rows_are_here(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     shard, weights = ones(100, HIDDEN), [ones(64, HIDDEN)]
-    for hands_out in (False, True):
-        site = gather_site(replace(GATHER, hands_out_rows=hands_out), monkeypatch)
+    for output in (False, True):
+        site = gather_site(replace(GATHER, returns_rows=output), monkeypatch)
         found = site.run(shard, Weights([each.t() for each in weights], [None]), 1)
         assert found is not None
         rows, products = found
         assert [each.shape for each in products] == [(200, 64)]
-        assert rows.shape == ((200, HIDDEN) if hands_out else (0,))
+        assert rows.shape == ((200, HIDDEN) if output else (0,))
         calls = launches.take()
         assert calls[0] == ("begin", (1, 100, shard.data_ptr(), False, 77, 78)), "own rows stay where they are"
         for (name, values), weight, product in zip(calls[1:2], weights, products, strict=True):
             assert name == "multiply"
             assert values == (256, 1, weight.data_ptr(), HIDDEN, 0, weight.shape[0], product.data_ptr(), 77)
-        assert calls[2:] == [("hand_out", (rows.data_ptr(), 78))] * hands_out + [("end", (77, 78))]
+        assert calls[2:] == [("hand_out", (rows.data_ptr(), 78))] * output + [("end", (77, 78))]
 
 
 def test_only_the_widest_gemm_begins_early(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:

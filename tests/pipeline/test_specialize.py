@@ -66,7 +66,7 @@ def _cached(rank: int, machine: str, counts: list[int], folder: str) -> tuple[li
 
     import weaveopt
 
-    model, met = Chain(), []
+    model, waiting_groups = Chain(), []
     options = {"machine": machine, "strict": True, "timeout_s": 30.0, "max_tokens": 4000}
     compiled = torch.compile(model, backend="weave", options=options, dynamic=True)  # type: ignore[call-overload]
     for tokens in counts:
@@ -75,8 +75,8 @@ def _cached(rank: int, machine: str, counts: list[int], folder: str) -> tuple[li
         with torch.no_grad():
             assert_close(compiled(x, residual), model(x, residual), LIBRARY, f"{tokens} tokens")
         graphs = weaveopt.report().graphs[before:]
-        met += [(tokens, graph.regime, graph.num_rewritten > 0) for graph in graphs]
-    return met, counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
+        waiting_groups += [(tokens, graph.regime, graph.num_rewritten > 0) for graph in graphs]
+    return waiting_groups, counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
 
 
 def test_calls_on_both_sides_compile_two_graphs(tmp_path: Path) -> None:
@@ -98,29 +98,29 @@ def _many(rank: int, machine: str, counts: list[int]) -> list[Met]:
     """Calls of all these sizes, without Inductor."""
     config = Config(machine=machine, strict=True, timeout_s=30.0, max_tokens=400)
     reports: list[GraphReport] = []
-    model, met = Chain(), []
+    model, waiting_groups = Chain(), []
     compiled = torch.compile(model, backend=executing(config, reports), dynamic=True)
     for tokens in counts:
         x, residual = inputs_for(rank, tokens)
         with torch.no_grad():
             assert_close(compiled(x, residual), model(x, residual), LIBRARY, f"{tokens} tokens")
-        met += [(tokens, report.regime, report.num_rewritten > 0) for report in reports]
+        waiting_groups += [(tokens, report.regime, report.num_rewritten > 0) for report in reports]
         reports.clear()
-    return met
+    return waiting_groups
 
 
 def test_never_more_than_four(tmp_path: Path) -> None:
     """As many graphs as regimes are met, however many sizes come."""
     counts = [3, *range(12, 400, 13), 2, 399, 700]
-    met, other = run_ranks(_many, 2, profile(tmp_path, STAIRS, SLOPE), counts, timeout_s=300)
-    assert met == other
-    regimes = [regime for _, regime, _ in met if regime is not None]
-    assert 2 < len(set(regimes)) == len(met) <= MAX_REGIMES
+    waiting_groups, other = run_ranks(_many, 2, profile(tmp_path, STAIRS, SLOPE), counts, timeout_s=300)
+    assert waiting_groups == other
+    regimes = [regime for _, regime, _ in waiting_groups if regime is not None]
+    assert 2 < len(set(regimes)) == len(waiting_groups) <= MAX_REGIMES
     for tokens in counts:
         (regime,) = (r for r in regimes if r.min_tokens <= tokens and (r.max_tokens is None or tokens <= r.max_tokens))
-        first = next(at for at, each, _ in met if each == regime)
+        first = next(at for at, each, _ in waiting_groups if each == regime)
         assert counts.index(first) <= counts.index(tokens), "compiled when it was first met"
-    assert {rewritten for *_, rewritten in met} == {False, True}
+    assert {rewritten for *_, rewritten in waiting_groups} == {False, True}
 
 
 def _ways_to_be_symbolic(rank: int, machine: str) -> dict[str, list[tuple[str, int, Regime | None]]]:

@@ -29,7 +29,7 @@ def test_kernels_stand_before_the_site_that_follows_them(whole: Report) -> None:
 
 def test_kernels_without_a_module_belong_to_the_layer_around_them() -> None:
     modules = ("", "model.layers.0.mlp", "", "model.rotary_emb", "model.layers.1.mlp", "", "lm_head")
-    assert timeline.homes(modules) == (None, 0, 0, None, 1, None, None)
+    assert timeline.layers_of(modules) == (None, 0, 0, None, 1, None, None)
 
 
 def test_kernels_are_counted_like_sites(whole: Report) -> None:

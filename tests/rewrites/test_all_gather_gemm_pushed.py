@@ -68,16 +68,16 @@ def test_the_widest_gemm_has_the_gather_and_the_others_follow() -> None:
     machine = toy(curve(200.0, 512), curve(700.0, 8192), curve(250.0, 512, FOUR), curve(600.0, 8192, FOUR))
     other = Gemm(TOKENS, HIDDEN, 256)
     for width, want_cut, want_us in ((512, ONE, 200.0), (8192, FOUR, 600.0)):
-        for hands_out in (False, True):
-            gemms = (Gemm(TOKENS, HIDDEN, width), other)[:: -1 if hands_out else 1]
-            found = price(machine, Fabric.PEER, gemms, "bfloat16", 4, hands_out)
+        for output in (False, True):
+            gemms = (Gemm(TOKENS, HIDDEN, width), other)[:: -1 if output else 1]
+            found = price(machine, Fabric.PEER, gemms, "bfloat16", 4, output)
             assert not isinstance(found, Rejection)
             cut, estimate = found
             terms = {term.name: term.us for term in estimate.terms}
             assert cut == want_cut
             assert terms["gemm"] + terms["exposed"] == pytest.approx(want_us + gemm_us(machine, other, "bfloat16"))
             assert terms["synchronize"] == memory_us(machine, 1)
-            assert terms.get("rows", 0.0) == (memory_us(machine, 2 * MESSAGE_BYTES) if hands_out else 0.0)
+            assert terms.get("rows", 0.0) == (memory_us(machine, 2 * MESSAGE_BYTES) if output else 0.0)
     for tokens, world, code in ((TOKENS, 2, "not_measured"), (TOKENS * 64, 4, "beyond_measured")):
         refused = price(machine, Fabric.PEER, (Gemm(tokens, HIDDEN, 512),), "bfloat16", world, False)
         assert isinstance(refused, Rejection) and refused.code == code

@@ -17,7 +17,7 @@ from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, Machine, Point
 from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.errors import ProfileError
-from weaveopt.ops.gemm_comm.all_reduce.call import ALL_REDUCE, GemmReductionCall, HandsOut, decode, results_in_arena
+from weaveopt.ops.gemm_comm.all_reduce.call import ALL_REDUCE, GemmReductionCall, TileOutput, decode, results_in_arena
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
 from weaveopt.ops.reduction.call import decode as decode_reduction
 from weaveopt.ops.reduction.prices.workload import Workload
@@ -37,35 +37,35 @@ SHALLOW_US, DEEP_US = 320.0, 800.0
 KERNEL_US = SHALLOW_US + (DEEP_US - SHALLOW_US) * (DEPTH - 512) / (8192 - 512)
 
 
-def name_of(hands_out: HandsOut, cut: TileConfig, depth: int) -> str:
-    return ALL_REDUCE.name_of(cut, depth, hands_out.variant)
+def name_of(output: TileOutput, cut: TileConfig, depth: int) -> str:
+    return ALL_REDUCE.name_of(cut, depth, output.variant)
 
 
 def curve(
     us: float,
     depth: int,
     cut: TileConfig = CUT,
-    hands_out: HandsOut = HandsOut.NORM,
+    output: TileOutput = TileOutput.NORM,
     world: int = 4,
     sizes: tuple[int, int] = (MIB, 1 << 30),
 ) -> Curve:
     """Proportional to bytes: `us` at `MESSAGE_BYTES`."""
     points = tuple(Point(size, us * size / MESSAGE_BYTES) for size in sizes)
-    return Curve("fused", RULE, name_of(hands_out, cut, depth), world, points, HIDDEN, *sizes)
+    return Curve("fused", RULE, name_of(output, cut, depth), world, points, HIDDEN, *sizes)
 
 
-NORMALIZED = (HandsOut.NORM, HandsOut.BOTH)
+NORMALIZED = (TileOutput.NORM, TileOutput.BOTH)
 
 
 def pair(
     shallow_us: float = SHALLOW_US,
     deep_us: float = DEEP_US,
-    hands_out: Sequence[HandsOut] = NORMALIZED,
+    output: Sequence[TileOutput] = NORMALIZED,
     **known: object,
 ) -> tuple[Curve, ...]:
     """Curves at two depths of each kernel that returns such rows."""
     by_depth = ((shallow_us, 512), (deep_us, 8192))
-    return tuple(curve(us, depth, hands_out=each, **known) for each in hands_out for us, depth in by_depth)  # type: ignore[arg-type]
+    return tuple(curve(us, depth, output=each, **known) for each in output for us, depth in by_depth)  # type: ignore[arg-type]
 
 
 Profile = Callable[..., str]
@@ -85,7 +85,7 @@ def profile(tmp_path: Path) -> Profile:
 
 @pytest.fixture
 def machine(profile: Profile) -> str:
-    return profile(*pair(), *pair(hands_out=(HandsOut.SUM,)))
+    return profile(*pair(), *pair(output=(TileOutput.SUM,)))
 
 
 def workload(tokens: int = TOKENS, depth: int = DEPTH, **known: object) -> Workload:
@@ -198,17 +198,17 @@ def test_rows_that_begin_another_wave_of_tiles_are_charged_for_it() -> None:
 
 
 def test_the_whole_sum_and_normalized_rows_are_measured_apart(profile: Profile) -> None:
-    known = toy(*pair(), *pair(400.0, 900.0, hands_out=(HandsOut.SUM,)))
+    known = toy(*pair(), *pair(400.0, 900.0, output=(TileOutput.SUM,)))
     apart = workload(depth=8192, has_norm=False, num_norms=0, sum_is_used=True)
     assert kernel_us(known, apart) == pytest.approx(900.0)
-    whole, norm_apart = tiles(on_gpus(profile(*pair())))
-    assert whole.allowed and [reason.code for reason in norm_apart.rejections] == ["not_measured"]
+    whole, unfused_norm = tiles(on_gpus(profile(*pair())))
+    assert whole.allowed and [reason.code for reason in unfused_norm.rejections] == ["not_measured"]
 
 
 def test_rows_beside_the_whole_sum_are_measured_by_themselves(profile: Profile) -> None:
     """The graph's sum is read outside of sites: times of a kernel whose sum stays sharded do not apply."""
-    assert refused(on_gpus(profile(*pair(hands_out=(HandsOut.NORM, HandsOut.SUM))))) == {"not_measured"}
-    [whole] = [each for each in tiles(on_gpus(profile(*pair(hands_out=(HandsOut.BOTH,))))) if each.variant == "tiles"]
+    assert refused(on_gpus(profile(*pair(output=(TileOutput.NORM, TileOutput.SUM))))) == {"not_measured"}
+    [whole] = [each for each in tiles(on_gpus(profile(*pair(output=(TileOutput.BOTH,))))) if each.variant == "tiles"]
     assert whole.allowed
 
 
@@ -318,11 +318,11 @@ def test_normalized_rows_may_lie_in_the_arena(profile: Profile, graphs: list[fx.
     assert results_in_arena(node.args) == (0,)
 
 
-@pytest.mark.parametrize("hands_out", HandsOut)
-def test_names_of_curves(hands_out: HandsOut) -> None:
-    name = name_of(hands_out, CUT, 4096)
-    assert name == f"tiles {hands_out} columns=256 pairs=1 ctas=4 k=4096"
-    assert ALL_REDUCE.parse(name) == (f"tiles {hands_out}", CUT, 4096)
+@pytest.mark.parametrize("output", TileOutput)
+def test_names_of_curves(output: TileOutput) -> None:
+    name = name_of(output, CUT, 4096)
+    assert name == f"tiles {output} columns=256 pairs=1 ctas=4 k=4096"
+    assert ALL_REDUCE.parse(name) == (f"tiles {output}", CUT, 4096)
 
 
 @pytest.mark.parametrize(

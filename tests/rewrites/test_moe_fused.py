@@ -45,7 +45,7 @@ FACTS = MixtureFacts(
     form="grouped_mm",
     activation=Activation("silu"),
     has_biases=False,
-    has_foreign=False,
+    has_remote_experts=False,
     scores="softmax",
     groups=0,
 )
@@ -71,7 +71,7 @@ def reasons(decision: Decision) -> list[str]:
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_family_computes_as_eager(family: Family, form: str) -> None:
     for dtype, weights_dtype in ((FP32, FP32), (BF16, BF16), (BF16, FP32)):
-        experts, inputs = experts_of(family, form, dtype), routed(7, 2, dtype, weights_dtype, foreign=False)
+        experts, inputs = experts_of(family, form, dtype), routed(7, 2, dtype, weights_dtype, remote=False)
         got, (decision,) = ran(experts, inputs)
         assert decision.chosen.choice == RULE and decision.chosen.variant == "by_expert"
         assert_close(got, experts(*inputs), KERNEL)
@@ -81,7 +81,7 @@ def test_family_computes_as_eager(family: Family, form: str) -> None:
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_choices_of_other_ranks_add_nothing(name: str, form: str) -> None:
     family = next(each for each in FAMILIES if each.name == name)
-    experts, inputs = experts_of(family, form, FP32, foreign=True), routed(9, 2, FP32, FP32, foreign=True)
+    experts, inputs = experts_of(family, form, FP32, remote=True), routed(9, 2, FP32, FP32, remote=True)
     got, (decision,) = ran(experts, inputs)
     assert decision.rewritten
     assert_close(got, experts(*inputs), KERNEL)
@@ -90,7 +90,7 @@ def test_choices_of_other_ranks_add_nothing(name: str, form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("tokens", "choices"), [(1, 1), (1, 3), (6, 1), (5, 4)])
 def test_sizes(form: str, tokens: int, choices: int) -> None:
-    experts, inputs = experts_of(MIXTRAL, form, FP32), routed(tokens, choices, FP32, FP32, foreign=False)
+    experts, inputs = experts_of(MIXTRAL, form, FP32), routed(tokens, choices, FP32, FP32, remote=False)
     got, (decision,) = ran(experts, inputs)
     assert decision.rewritten
     assert_close(got, experts(*inputs), KERNEL)
@@ -118,14 +118,14 @@ def test_symbolic_token_count(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_of_the_old_form_stays(form: str, graphs: list[fx.Graph]) -> None:
     """Neither the sort nor gathered weights, nor anything that served them alone."""
-    ran(experts_of(MIXTRAL, form, FP32), routed(7, 2, FP32, FP32, foreign=False))
+    ran(experts_of(MIXTRAL, form, FP32), routed(7, 2, FP32, FP32, remote=False))
     (graph,) = graphs
     called = [node.target for node in graph.nodes if node.op == "call_function"]
     assert called == [torch.ops.weave.moe_experts.default]
 
 
 def test_several_layers() -> None:
-    experts, (x, chosen, weights) = experts_of(MIXTRAL, "grouped_mm", FP32), routed(7, 2, FP32, FP32, foreign=False)
+    experts, (x, chosen, weights) = experts_of(MIXTRAL, "grouped_mm", FP32), routed(7, 2, FP32, FP32, remote=False)
 
     def layers(x: Tensor) -> Tensor:
         for _ in range(3):
@@ -138,13 +138,13 @@ def test_several_layers() -> None:
 
 
 def test_switched_off() -> None:
-    experts, inputs = experts_of(MIXTRAL, "batched_mm", FP32), routed(7, 2, FP32, FP32, foreign=False)
+    experts, inputs = experts_of(MIXTRAL, "batched_mm", FP32), routed(7, 2, FP32, FP32, remote=False)
     _, (decision,) = ran(experts, inputs, Config(disable=(RULE,), strict=True))
     assert decision.chosen.choice == LEAVE and "disabled" in reasons(decision)
 
 
 def test_an_activation_that_no_kernel_knows_is_left() -> None:
-    experts, inputs = experts_of(MIXTRAL, "grouped_mm", FP32), routed(7, 2, FP32, FP32, foreign=False)
+    experts, inputs = experts_of(MIXTRAL, "grouped_mm", FP32), routed(7, 2, FP32, FP32, remote=False)
     experts.act_fn = torch.nn.Softsign()
     got, (decision,) = ran(experts, inputs)
     assert not decision.rewritten
@@ -339,7 +339,7 @@ def test_the_graph_says_which_kernels_were_chosen(
     name: str, kernels: ExpertsKernel, graphs: list[fx.Graph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The profile decides the kernels; previewed on fake tensors of a machine with GPUs."""
-    experts, inputs = experts_of(MIXTRAL, "grouped_mm", BF16), routed(64, 2, BF16, BF16, foreign=False)
+    experts, inputs = experts_of(MIXTRAL, "grouped_mm", BF16), routed(64, 2, BF16, BF16, remote=False)
     machine = replace(cost_model.load("h200x4"), kernels=_curves(name, 0.01))
     monkeypatch.setattr(cost_model, "load", lambda _: machine)
     previewed(experts, tuple(inputs), machine="h200x4", force=(RULE,), static=True)
@@ -353,7 +353,7 @@ def test_only_experts_with_rows_are_read() -> None:
     assert whole.active == 8 and whole.weight_bytes == 8 * 3 * 32 * 64 * 2
     assert replace(whole, tokens=1).active == 2
     assert replace(whole, tokens=0).weight_bytes == 0
-    half = replace(FACTS, experts=4, has_foreign=True)
+    half = replace(FACTS, experts=4, has_remote_experts=True)
     assert half.choices_here == 1.0
 
 
@@ -363,7 +363,7 @@ def test_a_skew_leaves_fewer_experts_with_rows_and_one_rank_with_more() -> None:
     skewed = replace(spread, skew=half)
     assert spread.active == 55 and skewed.active == 46
     assert spread.rows_of_expert == (2.0, 2.0) and skewed.rows_of_expert == (2.0, 8.0)
-    facts = replace(FACTS, experts=16, experts_in_all=64, choices=8, has_foreign=True)
+    facts = replace(FACTS, experts=16, experts_in_all=64, choices=8, has_remote_experts=True)
     assert mixture_of(facts, False, 64, UNIFORM).rows == 128
     # 8 of 64 experts lie on the one rank of 16, and of the other half of the rows an even part of 8 in 56.
     assert mixture_of(facts, False, 64, half).rows == round(512 * (0.5 + 0.5 * 8 / 56))

@@ -43,7 +43,7 @@ def test_a_block_becomes_two_operations(graphs: list[fx.Graph]) -> None:
     assert (decision.chosen.choice, decision.chosen.fabric) == (RULE, Fabric.SHM)
     [scatter], [gather] = scatter_calls(graphs[0]), gather_calls(graphs[0])
     assert (scatter.hidden, scatter.max_tokens, scatter.columns) == (H, 16, False)
-    assert (gather.hidden, gather.max_tokens, gather.hands_out_rows) == (H, 16, False)
+    assert (gather.hidden, gather.max_tokens, gather.returns_rows) == (H, 16, False)
     [node] = calls(graphs[0], GATHER)
     assert len(node.args[1]) == 2, "both GEMMs read one gather"  # type: ignore[arg-type]
     shard = node.args[0]
@@ -227,9 +227,9 @@ def test_a_sum_stays_sharded_between_both_rules(graphs: list[fx.Graph]) -> None:
     assert (third.residual_sharded, third.sum_out) == (True, SumOut.NONE)
     [scatter], [gather] = scatter_calls(graphs[0]), gather_calls(graphs[0])
     assert scatter.replicated == "norm_weight", "no rank has all rows of the residual"
-    assert not gather.hands_out_rows
-    [widened] = [node for node in graphs[0].nodes if node.target is torch.ops.aten.constant_pad_nd.default]
-    assert tuple(widened.meta["val"].shape) == (64, H) and widened.args[1] == [0, 0, 0, 32]
+    assert not gather.returns_rows
+    [full_size] = [node for node in graphs[0].nodes if node.target is torch.ops.aten.constant_pad_nd.default]
+    assert tuple(full_size.meta["val"].shape) == (64, H) and full_size.args[1] == [0, 0, 0, 32]
     middle = {term.name: term.us for term in report.decisions[1].chosen.estimate.terms}  # type: ignore[union-attr]
     assert middle["widen"] > 0.0 and middle.get("gather", 0.0) == pytest.approx(0.0, abs=1e-6)
 
@@ -239,7 +239,7 @@ def test_rows_filled_up_are_not_divided_as_other_rules_do(graphs: list[fx.Graph]
     assert [each.chosen.choice for each in report.decisions] == [OTHER, RULE, OTHER]
     first, third = (decode_reduction(str(node.args[-1])) for node in calls(graphs[0], FUSED))
     assert first.sum_out is SumOut.WHOLE and not third.residual_sharded
-    assert sorted(call.hands_out_rows for call in gather_calls(graphs[0])) == [False, True], "the sum is gathered"
+    assert sorted(call.returns_rows for call in gather_calls(graphs[0])) == [False, True], "the sum is gathered"
 
 
 def two_layers(x: Tensor, residual: Tensor, down: Tensor, norm: Tensor, up: Tensor) -> tuple[Tensor, ...]:
@@ -259,7 +259,7 @@ def test_between_its_own_sites_the_shard_is_handed_on(tokens: int, graphs: list[
         str(SCATTER),
         "aten.add.Tensor",
     }, "the residual is the shard that the first site made"
-    handed_out = sorted(call.hands_out_rows for call in gather_calls(graphs[0]))
+    handed_out = sorted(call.returns_rows for call in gather_calls(graphs[0]))
     assert handed_out == [False, False, True], "gathered at the end"
     pads = [node for node in graphs[0].nodes if node.target is torch.ops.aten.constant_pad_nd.default]
     assert len(pads) == (3 if tokens % 4 else 0), "operands and the first residual are filled up, nothing is widened"
@@ -279,7 +279,7 @@ def test_a_second_norm_reads_the_gathered_sum(graphs: list[fx.Graph]) -> None:
     assert any(note.startswith("gather: ") for note in decision.chosen.notes)
     terms = {term.name: term.us for term in decision.chosen.estimate.terms}  # type: ignore[union-attr]
     assert terms["gather"] > 0.0
-    assert sorted(call.hands_out_rows for call in gather_calls(graphs[0])) == [False, True]
+    assert sorted(call.returns_rows for call in gather_calls(graphs[0])) == [False, True]
 
 
 def overlapping(x: Tensor, residual: Tensor, down: Tensor, norm: Tensor, up: Tensor) -> tuple[Tensor, ...]:

@@ -238,9 +238,9 @@ def test_the_shard_is_handed_on_between_its_sites(reported: Reported, graphs: li
     assert isinstance(residual, fx.Node) and residual.target is torch.ops.aten.select.int, "this rank's rows"
     among = skip_shapes(residual.args[0])
     assert among.args == (first, 1), "of the sum that the first one made"
-    assert [call.among_all for call in norm_calls(graphs[-1])] == [True, False]
+    assert [call.full_size_sum for call in norm_calls(graphs[-1])] == [True, False]
     assert [call.replicated for call in norm_calls(graphs[-1])] == ["residual norm_weight", "norm_weight"]
-    assert sorted(call.hands_out_rows for call in gather_calls(graphs[-1])) == [False, False, True], "at the end"
+    assert sorted(call.returns_rows for call in gather_calls(graphs[-1])) == [False, False, True], "at the end"
 
 
 def chain(x: Tensor, residual: Tensor, down: Tensor, norm: Tensor, up: Tensor) -> tuple[Tensor, ...]:
@@ -268,7 +268,7 @@ def test_a_sum_stays_sharded_between_both_rules(reported: Reported, graphs: list
     assert (first.sum_out, third.residual_sharded) == (SumOut.SHARDED, True)
     [call], [node] = norm_calls(graphs[-1]), calls(graphs[-1], SCATTER_NORM)
     assert call.replicated == "norm_weight", "no rank has all rows of the residual"
-    assert call.among_all and not scatter_calls(graphs[-1])
+    assert call.full_size_sum and not scatter_calls(graphs[-1])
     assert not [each for each in graphs[-1].nodes if each.target is torch.ops.aten.constant_pad_nd.default]
     assert "widen" not in {term.name for term in report.decisions[1].chosen.estimate.terms}
     last = next(each for each in reversed(graphs[-1].nodes) if "all_reduce_norm" in str(each.target))

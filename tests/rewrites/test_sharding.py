@@ -93,7 +93,7 @@ def test_only_between_sites_that_divide_alike(other: dict[str, object], alike: b
 
 def test_a_norm_left_in_the_graph_reads_the_whole_sum_and_takes_a_sharded_residual() -> None:
     first, second = pair()
-    whole, apart = replace(LOWERED, division=division()), replace(LOWERED, division=division(), norm_apart=True)
+    whole, apart = replace(LOWERED, division=division()), replace(LOWERED, division=division(), unfused_norm=True)
     assert sharded_values([chosen(first, apart), chosen(second, whole)]) == set()
     assert sharded_values([chosen(first, whole), chosen(second, apart)]) == {total_of(first)}
     (found,) = shared_sums([first, second])

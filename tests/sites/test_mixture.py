@@ -42,26 +42,26 @@ def facts_in(fn: Callable[..., object], *inputs: object, dynamic: bool = False) 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_family(family: Family, form: str) -> None:
-    facts = facts_in(experts_of(family, form, BF16), *routed(7, 2, BF16, torch.float32, foreign=False))
+    facts = facts_in(experts_of(family, form, BF16), *routed(7, 2, BF16, torch.float32, remote=False))
     assert (facts.experts, facts.choices, facts.hidden, facts.width) == (EXPERTS, 2, HIDDEN, WIDTH)
     assert (facts.form, facts.dtype, facts.weights_dtype) == (form, "bfloat16", "float32")
     assert str(facts.activation) == ACTIVATIONS.get(family.name, "silu(gate) * up")
     assert facts.activation.interleaved == facts.has_biases == (family.name == "gpt_oss")
-    assert not facts.has_foreign
+    assert not facts.has_remote_experts
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_choices_of_other_ranks(name: str, form: str) -> None:
     family = next(each for each in FAMILIES if each.name == name)
-    facts = facts_in(experts_of(family, form, BF16, foreign=True), *routed(7, 2, BF16, BF16, foreign=True))
-    assert facts.has_foreign and facts.weights_dtype == "bfloat16"
+    facts = facts_in(experts_of(family, form, BF16, remote=True), *routed(7, 2, BF16, BF16, remote=True))
+    assert facts.has_remote_experts and facts.weights_dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("tokens", "choices"), [(1, 1), (1, 3), (6, 1), (5, 4)])
 def test_sizes(form: str, tokens: int, choices: int) -> None:
-    inputs = routed(tokens, choices, torch.float32, torch.float32, foreign=False)
+    inputs = routed(tokens, choices, torch.float32, torch.float32, remote=False)
     facts = facts_in(experts_of(MIXTRAL, form, torch.float32), *inputs)
     assert (facts.choices, facts.experts) == (choices, EXPERTS)
 
@@ -80,7 +80,7 @@ def test_symbolic_token_count(form: str) -> None:
 
 
 def test_layers_are_sites_of_their_own() -> None:
-    experts, (x, chosen, weights) = experts_of(MIXTRAL, "grouped_mm", BF16), routed(7, 2, BF16, BF16, foreign=False)
+    experts, (x, chosen, weights) = experts_of(MIXTRAL, "grouped_mm", BF16), routed(7, 2, BF16, BF16, remote=False)
 
     def layers(x: Tensor) -> Tensor:
         return experts(x + experts(x, chosen, weights), chosen, weights)
@@ -118,7 +118,7 @@ def test_router_is_told() -> None:
 def test_an_unknown_activation_is_named() -> None:
     experts = experts_of(MIXTRAL, "grouped_mm", BF16)
     experts.act_fn = torch.nn.Softsign()
-    (site,) = found_in(experts, *routed(7, 2, BF16, BF16, foreign=False))
+    (site,) = found_in(experts, *routed(7, 2, BF16, BF16, remote=False))
     assert [each.code for each in site.site.rejections] == ["activation_not_known"]
     assert "abs" in str(dict(site.site.rejections[0].values)["ops"])
 
@@ -127,7 +127,7 @@ def test_a_norm_behind_the_experts_is_refused() -> None:
     experts = experts_of(MIXTRAL, "grouped_mm", BF16)
     experts.has_post_expert_norm = True  # type: ignore[assignment]
     experts.post_expert_norm = torch.nn.RMSNorm(HIDDEN, dtype=BF16)
-    (site,) = found_in(experts, *routed(7, 2, BF16, BF16, foreign=False))
+    (site,) = found_in(experts, *routed(7, 2, BF16, BF16, remote=False))
     assert [each.code for each in site.site.rejections] == ["form_not_known"] and site.facts is None
 
 
@@ -143,7 +143,7 @@ def test_ids_that_are_cut_without_a_mask(cut: str) -> None:
         made = torch.bmm(down[ids if cut == "first" else within], (F.silu(gate) * wide).unsqueeze(-1)).squeeze(-1)
         return (made * weights.reshape(-1, 1)).view(-1, 2, HIDDEN).sum(1)
 
-    (site,) = found_in(batched, *routed(7, 2, torch.float32, torch.float32, foreign=False))
+    (site,) = found_in(batched, *routed(7, 2, torch.float32, torch.float32, remote=False))
     assert [each.code for each in site.site.rejections] == (["form_not_known"] if cut == "first" else [])
 
 
@@ -174,12 +174,12 @@ def test_rows_that_others_read_stay() -> None:
         seen.clear()
         return experts(*inputs), seen[-1]
 
-    (site,) = found_in(compute, *routed(7, 2, BF16, BF16, foreign=False))
+    (site,) = found_in(compute, *routed(7, 2, BF16, BF16, remote=False))
     assert [each.code for each in site.site.rejections] == ["read_by_others"]
 
 
 def test_training_keeps_what_its_backward_pass_reads() -> None:
     experts = experts_of(MIXTRAL, "grouped_mm", BF16)
-    forward, *_ = captured(experts, *routed(7, 2, BF16, BF16, foreign=False))
+    forward, *_ = captured(experts, *routed(7, 2, BF16, BF16, remote=False))
     sites = MixtureMatcher().find(forward.graph, context_of(forward.groups, 1))
     assert [each.code for site in sites for each in site.site.rejections] == ["read_by_others"]

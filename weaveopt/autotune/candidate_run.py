@@ -88,7 +88,7 @@ def candidate_run_of(
 
 def _timed(found: FoundSite, site: PricedSite) -> frozenset[fx.Node]:
     """Nodes that run: the site, and its consumers too if one of its candidates replaces those."""
-    return found.nodes | found.behind if site.takes_behind else found.nodes
+    return found.nodes | found.consumers if site.replaces_consumers else found.nodes
 
 
 def _sets(part: GraphPart) -> tuple[list[torch.Tensor], ...]:

@@ -80,7 +80,7 @@ def site_timings_of(priced: PricedGraph, context: Context) -> tuple[SiteTiming, 
         taken = timing.shortlist([runner for runner in runners if runner is not None])
         labelled = {_label(candidates[at]): at for at in reversed([[*candidates][each] for each in taken])}
         positions = tuple(reversed(labelled.values()))
-        timed = site.found.nodes | site.found.behind if site.takes_behind else site.found.nodes
+        timed = site.found.nodes | site.found.consumers if site.replaces_consumers else site.found.nodes
         kernels = frame.kernels(index, timed)
         found.append(SiteTiming(index, site, positions, _key(site, kernels, context), _works(kernels)))
     return tuple(found)

@@ -167,8 +167,8 @@ class _Autotuning:
             launches = [runs[label].launch for label in expected_us]
             samples = clock.in_turns(launches, [*expected_us.values()], self._group_agreement(site_timing))
         values = [value for sample in samples for value in (sample.us, sample.spread)]
-        told = self._agreement.most(values)  # ranks of other groups have the same graph
-        pairs = zip(expected_us, told[::2], told[1::2], strict=True)
+        answers = self._agreement.most(values)  # ranks of other groups have the same graph
+        pairs = zip(expected_us, answers[::2], answers[1::2], strict=True)
         return {label: Measured(round(us, 3), round(timing.error_of(spread), 4)) for label, us, spread in pairs}
 
     def _group_agreement(self, site_timing: SiteTiming) -> Meeting:

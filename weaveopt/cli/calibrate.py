@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from weaveopt.cost_model import Machine
-    from weaveopt.measure.session import Tell
+    from weaveopt.measure.session import ShowProgress
 
 DEFAULT_OUTPUT = "weaveopt-profile.json"
 GROUP_TIMEOUT_S = 300
@@ -203,8 +203,8 @@ def _measure(asked: CalibrateArguments, device: torch.device, base: Machine | No
     started = time.monotonic()
     name = asked.name or asked.output.stem
     before = base or (cost_model.load(name) if name in cost_model.names() else None)
-    with _progress(rank == 0) as tell:
-        session = CalibrationSession(device, tell, asked.quick)
+    with _progress(rank == 0) as show_progress:
+        session = CalibrationSession(device, show_progress, asked.quick)
         if base is not None and where.num_hosts > 1:
             machine = measure_between_hosts(session, where, name, base)
         else:
@@ -255,18 +255,18 @@ def _device(asked: str) -> torch.device:
 
 
 @contextmanager
-def _progress(shown: bool) -> Iterator[Tell]:
+def _progress(shown: bool) -> Iterator[ShowProgress]:
     """A bar on standard error for each kind of measurement, in a file a line; on other ranks nothing."""
     if not shown:
         yield lambda what, done, total: None
         return
     if not sys.stderr.isatty():
-        told: set[str] = set()
+        reported: set[str] = set()
 
         def say(what: str, done: int, total: int) -> None:
-            if what not in told:
+            if what not in reported:
                 print(f"weaveopt: measuring {what}", file=sys.stderr, flush=True)
-                told.add(what)
+                reported.add(what)
 
         yield say
         return
@@ -281,11 +281,11 @@ def _progress(shown: bool) -> Iterator[Tell]:
             for task, total in tasks.values():
                 bars.update(task, completed=total)
 
-        def tell(what: str, done: int, total: int) -> None:
+        def show_progress(what: str, done: int, total: int) -> None:
             if what not in tasks:
                 finish()
                 tasks[what] = bars.add_task(what, total=total), total
             bars.update(tasks[what][0], completed=done)
 
-        yield tell
+        yield show_progress
         finish()

@@ -85,7 +85,7 @@ def explain(asked: ExplainArguments, on_step: Callable[[str], None] = lambda _: 
     plan = preview.plan_layers(source, request)
     graphs: list[GraphReport] = []
     group = topology.fake(request.world, hosts=request.nodes, device=machine.device)
-    seen = weaveopt.preview.preview(config, group, machine, graphs.append, ask_sensitivity=asked.tells_all)
+    seen = weaveopt.preview.preview(config, group, machine, graphs.append, ask_sensitivity=asked.shows_all)
     try:
         preview.capture(source, request, plan, seen, on_step)
     except ProfileError as error:  # a curve that no rule can read

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from weaveopt.records.report import GraphReport, OutsideWork
-from weaveopt.reporting.timeline import Block, blocks, homes, module_of
+from weaveopt.reporting.timeline import Block, blocks, layers_of, module_of
 from weaveopt.wording import counted
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def shortened(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
 def scale(graph: GraphReport, plan: LayerPlan) -> GraphReport:
     """The graph with each site and each kernel outside the sites counted for all the layers that it stands for."""
     sequence = blocks(graph)
-    layers = homes([module_of(block) for block in sequence])
+    layers = layers_of([module_of(block) for block in sequence])
 
     def scaled(block: Block, layer: int | None) -> Block:
         if layer is None or layer >= plan.captured:

@@ -41,7 +41,7 @@ class ExplainArguments:
     output: Path | None
 
     @property
-    def tells_all(self) -> bool:
+    def shows_all(self) -> bool:
         """True if what would change a choice is shown; asking takes as long as all the rest."""
         return self.full or self.why is not None or self.form == "json"
 

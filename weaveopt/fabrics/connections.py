@@ -64,29 +64,29 @@ def connect(channel: RecordExchange, peers: Iterable[int], timeout_s: float) -> 
     except (ArenaError, OSError) as failure:
         error = str(failure)
     try:
-        told = channel.gather({**record, "secret": secret, "error": error}, "connections between hosts", timeout_s)
-        failed = [f"rank {rank}: {r['error']}" for rank, r in zip(group.ranks, told, strict=True) if r["error"]]
+        answers = channel.gather({**record, "secret": secret, "error": error}, "connections between hosts", timeout_s)
+        failed = [f"rank {rank}: {r['error']}" for rank, r in zip(group.ranks, answers, strict=True) if r["error"]]
         if failed:
             raise ArenaError(f"group {group.name!r}: cannot connect its hosts: {'; '.join(failed)}")
         assert listener is not None
-        key = hashlib.sha256("/".join(str(each["secret"]) for each in told).encode()).digest()
-        meeting = _Meeting(key, group.rank, wanted, time.monotonic() + min(timeout_s, _CONNECTING_S))
-        places = [(str(each["address"]), int(each["port"])) for each in told]
+        key = hashlib.sha256("/".join(str(each["secret"]) for each in answers).encode()).digest()
+        setup = _ConnectionSetup(key, group.rank, wanted, time.monotonic() + min(timeout_s, _CONNECTING_S))
+        places = [(str(each["address"]), int(each["port"])) for each in answers]
         try:
-            meeting.hold(listener, places)
+            setup.hold(listener, places)
         except BaseException:
-            meeting.close()
+            setup.close()
             raise
-        missing = wanted - meeting.found.keys()
-        met = channel.gather({"missing": ",".join(map(str, sorted(missing)))}, "the end of connecting", timeout_s)
-        without = [rank for rank, each in zip(group.ranks, met, strict=True) if each["missing"]]
+        missing = wanted - setup.found.keys()
+        ended = channel.gather({"missing": ",".join(map(str, sorted(missing)))}, "the end of connecting", timeout_s)
+        without = [rank for rank, each in zip(group.ranks, ended, strict=True) if each["missing"]]
         if without:
-            meeting.close()
+            setup.close()
             unreached = [group.ranks[index] for index in sorted(missing)]
-            why = "; ".join(meeting.errors) or "they did not connect"
+            why = "; ".join(setup.errors) or "they did not connect"
             detail = f" (rank {group.ranks[group.rank]} did not reach ranks {unreached}: {why})" if missing else ""
             raise ArenaError(f"group {group.name!r}: ranks {without} could not connect to all others{detail}")
-        return meeting.found
+        return setup.found
     finally:
         if listener is not None:
             listener.close()
@@ -110,7 +110,7 @@ class _Visit:
         return _HELLO.size if self.peer < 0 else _PROOF_BYTES
 
 
-class _Meeting:
+class _ConnectionSetup:
     """One rank's part in making connections."""
 
     def __init__(self, key: bytes, rank: int, wanted: frozenset[int], deadline: float) -> None:
@@ -131,7 +131,7 @@ class _Meeting:
             return
         lower = sorted(rank for rank in self._wanted if rank < self._rank)
         threads = [
-            threading.Thread(target=self._reach, args=(peer, places[peer]), name="weaveopt-connect", daemon=True)
+            threading.Thread(target=self._connect_to, args=(peer, places[peer]), name="weaveopt-connect", daemon=True)
             for peer in lower
         ]
         accepting = threading.Thread(target=self._accept, args=(listener,), name="weaveopt-accept", daemon=True)
@@ -177,7 +177,7 @@ class _Meeting:
             self._unproven.discard(connection)
             connection.close()
 
-    def _reach(self, peer: int, place: tuple[str, int]) -> None:
+    def _connect_to(self, peer: int, place: tuple[str, int]) -> None:
         error: Exception | None = None
         while not self._all_found.is_set() and time.monotonic() < self._deadline:
             try:

@@ -37,14 +37,14 @@ def describe(index: int | None = None) -> dict[str, str | int]:
     }
 
 
-def gpus_of(told: Sequence[Described]) -> tuple[Gpu, ...]:
+def gpus_of(answers: Sequence[Described]) -> tuple[Gpu, ...]:
     """Parse the GPUs of all ranks; empty if some rank published none."""
-    if not all("gpu" in each for each in told):
+    if not all("gpu" in each for each in answers):
         return ()
-    return tuple(Gpu(str(each["gpu"]), int(each["processors"]), float(each["bytes_per_s"])) for each in told)
+    return tuple(Gpu(str(each["gpu"]), int(each["processors"]), float(each["bytes_per_s"])) for each in answers)
 
 
-def without_access(told: Sequence[Described], rank: int) -> tuple[int, ...]:
+def without_access(answers: Sequence[Described], rank: int) -> tuple[int, ...]:
     """Indices of the ranks of this host whose GPUs that of `rank` cannot map, for the system says so.
 
     A GPU that this process does not see (`CUDA_VISIBLE_DEVICES` of one GPU a process) is not known to be out of reach,
@@ -53,18 +53,18 @@ def without_access(told: Sequence[Described], rank: int) -> tuple[int, ...]:
     own = torch.cuda.current_device()
     seen = {_id(torch.cuda.get_device_properties(index)): index for index in range(torch.cuda.device_count())}
     found = []
-    for other, described in enumerate(told):
+    for other, described in enumerate(answers):
         index = seen.get(str(described["gpu_id"]))
-        if other == rank or described["host"] != told[rank]["host"] or index in (None, own):
+        if other == rank or described["host"] != answers[rank]["host"] or index in (None, own):
             continue
         if not torch.cuda.can_device_access_peer(own, index):
             found.append(other)
     return tuple(found)
 
 
-def no_multicast(told: Sequence[Described], ranks: Sequence[int]) -> Rejection | None:
+def no_multicast(answers: Sequence[Described], ranks: Sequence[int]) -> Rejection | None:
     """Why torch makes no multicast mapping of the memory of these ranks, of the first that says so; None: it does."""
-    for rank, each in zip(ranks, told, strict=True):
+    for rank, each in zip(ranks, answers, strict=True):
         why = str(each.get("no_multicast", "its GPU could not be asked"))
         if why:
             values = (("rank", rank), ("why", why))
@@ -72,7 +72,7 @@ def no_multicast(told: Sequence[Described], ranks: Sequence[int]) -> Rejection |
     return None
 
 
-def pair_apart() -> tuple[int, int] | None:
+def pair_without_access() -> tuple[int, int] | None:
     """The first two GPUs that this process sees and that cannot map each other's memory."""
     pairs = combinations(range(torch.cuda.device_count()), 2)
     return next((pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)), None)

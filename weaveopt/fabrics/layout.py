@@ -156,8 +156,8 @@ def with_room(current: L | None, asked: Layout, make: Callable[[Layout], L]) -> 
     return make(exact)
 
 
-def expect_equal_layouts(group: Group, told: Sequence[Payload]) -> None:
+def expect_equal_layouts(group: Group, answers: Sequence[Payload]) -> None:
     """Check that all ranks announced equal layouts. Raises `ArenaError` if the `layout` texts differ."""
-    if len({str(record["layout"]) for record in told}) > 1:
-        asked = "; ".join(f"rank {rank}: {r['layout']}" for rank, r in zip(group.ranks, told, strict=True))
+    if len({str(record["layout"]) for record in answers}) > 1:
+        asked = "; ".join(f"rank {rank}: {r['layout']}" for rank, r in zip(group.ranks, answers, strict=True))
         raise ArenaError(f"group {group.name!r}: ranks ask for arenas of different buffers: {asked}")

@@ -89,8 +89,8 @@ def check(arena: Mapped, channel: RecordExchange, timeout_s: float) -> None:
 def expect(group: Group, channel: RecordExchange, why: str, what: str, timeout_s: float) -> None:
     """Check that no rank has a reason `why` not. Raises `MulticastError` on all ranks if one has; no plan uses it
     again then."""
-    told = channel.gather({"error": why}, what, timeout_s)
-    wrong = [f"rank {rank}: {each['error']}" for rank, each in zip(group.ranks, told, strict=True) if each["error"]]
+    answers = channel.gather({"error": why}, what, timeout_s)
+    wrong = [f"rank {rank}: {each['error']}" for rank, each in zip(group.ranks, answers, strict=True) if each["error"]]
     if wrong:
         text = "; ".join(wrong)
         topologies.leave_multicast(group.name, text, timeout_s)

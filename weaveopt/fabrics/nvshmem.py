@@ -157,12 +157,12 @@ def _make(topology: Topology, layout: Layout, channel: RecordExchange, timeout_s
             own = _announcement(topology, device, layout)
     except Exception as failure:
         own = {"error": one_line(failure)}
-    told = channel.gather(own, f"an NVSHMEM arena of {num_bytes} bytes", timeout_s)
-    raise_if_any(group, told, num_bytes)
-    expect_equal_layouts(group, told)
+    answers = channel.gather(own, f"an NVSHMEM arena of {num_bytes} bytes", timeout_s)
+    raise_if_any(group, answers, num_bytes)
+    expect_equal_layouts(group, answers)
     for what in ("version", "started"):
-        if len({record[what] for record in told}) > 1:
-            found = "; ".join(f"rank {rank}: {r[what]}" for rank, r in zip(group.ranks, told, strict=True))
+        if len({record[what] for record in answers}) > 1:
+            found = "; ".join(f"rank {rank}: {r[what]}" for rank, r in zip(group.ranks, answers, strict=True))
             raise ArenaError(f"group {group.name!r}: NVSHMEM differs ({what}: {found})")
     hosts = Hosts.of(topology)
     native: _native.PeerGroup | None = None
@@ -170,7 +170,7 @@ def _make(topology: Topology, layout: Layout, channel: RecordExchange, timeout_s
     error = ""
     try:
         if not _started:
-            module().start(group.rank, topology.world, base64.b64decode(str(told[0]["id"])), device)
+            module().start(group.rank, topology.world, base64.b64decode(str(answers[0]["id"])), device)
             _started = group.ranks
         made: _nvshmem.NvshmemGroup = module().NvshmemGroup(device, num_bytes, [_host(name) for name in topology.hosts])
         with lasting_tensors():
@@ -184,5 +184,5 @@ def _make(topology: Topology, layout: Layout, channel: RecordExchange, timeout_s
     # Only now may anyone write to a peer: all have cleared their own.
     raise_if_any(group, channel.gather({"error": error}, "NVSHMEM's memory", timeout_s), num_bytes)
     assert native is not None and memory is not None
-    peers = [Process(int(record["pid"]), str(record["start"])) for record in told]
+    peers = [Process(int(record["pid"]), str(record["start"])) for record in answers]
     return NvshmemArena(hosts, group, device, layout, native, memory, peers)

@@ -226,25 +226,25 @@ def _make(
             own = _announcement(device, layout)
     except Exception as failure:
         own = {"error": one_line(failure)}
-    told = channel.gather(own, f"a GPU arena of {num_bytes} bytes", timeout_s)
-    raise_if_any(group, told, num_bytes)
-    expect_equal_layouts(group, told)
-    for what, told_as in (
+    answers = channel.gather(own, f"a GPU arena of {num_bytes} bytes", timeout_s)
+    raise_if_any(group, answers, num_bytes)
+    expect_equal_layouts(group, answers)
+    for what, key in (
         ("GPUs differ (compute capability", "kind"),
         ("folders for temporary files differ (TMPDIR:", "tmp"),
     ):
-        if len({record[told_as] for record in told}) > 1:
-            found = "; ".join(f"rank {rank}: {r[told_as]}" for rank, r in zip(group.ranks, told, strict=True))
+        if len({record[key] for record in answers}) > 1:
+            found = "; ".join(f"rank {rank}: {r[key]}" for rank, r in zip(group.ranks, answers, strict=True))
             raise ArenaError(f"group {group.name!r}: its {what} {found})")
     owners: dict[str, int] = {}
-    for rank, record in zip(group.ranks, told, strict=True):
+    for rank, record in zip(group.ranks, answers, strict=True):
         other = owners.setdefault(str(record["device"]), rank)
         if other != rank:
             raise ArenaError(
                 f"group {group.name!r}: ranks {other} and {rank} both use GPU {record['device']}; give every rank its "
                 "own, with torch.cuda.set_device(local_rank) before the first call"
             )
-    peers = [Process(int(record["pid"]), str(record["start"])) for record in told]
+    peers = [Process(int(record["pid"]), str(record["start"])) for record in answers]
 
     memory: torch.Tensor | None = None
     native: _native.PeerGroup | None = None
@@ -252,7 +252,7 @@ def _make(
     pointer = 0
     error = ""
     try:
-        symmetric.catch_up(max(int(record["met"]) for record in told))
+        symmetric.catch_up(max(int(record["rendezvous"]) for record in answers))
         memory = _allocate(num_bytes, device)
     except Exception as failure:  # whatever it is, the others must hear of it
         error = one_line(failure)
@@ -261,7 +261,7 @@ def _make(
     assert memory is not None
     try:
         # The others wait `timeout_s` for what came of it, so it must end before.
-        handle, bases = _exchange(memory, group, min(symmetric.MEETING_S, timeout_s / 2), by_multicast)
+        handle, bases = _exchange(memory, group, min(symmetric.RENDEZVOUS_S, timeout_s / 2), by_multicast)
         pointer = symmetric.multicast_pointer(handle) if by_multicast else 0
         fills = [(_TRAITS.header_bytes + offset, length, word) for offset, length, word in layout.fills()]
         native = _native.PeerGroup(bases, pointer, group.rank, device, num_bytes, fills)
@@ -300,7 +300,7 @@ def _announcement(device: int, layout: Layout) -> Payload:
         "kind": f"{properties.major}.{properties.minor} with {properties.multi_processor_count} processors",
         "pid": own.pid,
         "start": own.start,
-        "met": symmetric.num_met(),
+        "rendezvous": symmetric.num_rendezvous(),
         # Directory in which torch's ranks look for each other's sockets.
         "tmp": next(filter(None, map(variable, _TEMPORARY)), "/tmp"),
         "layout": layout.text(),
@@ -347,9 +347,9 @@ def _exchange(
     return handle, bases
 
 
-def raise_if_any(group: Group, told: Sequence[Payload], num_bytes: int) -> None:
+def raise_if_any(group: Group, answers: Sequence[Payload], num_bytes: int) -> None:
     """Raise `ArenaError` with the texts that ranks reported under `error`, if there are any."""
-    failed = [f"rank {rank}: {r['error']}" for rank, r in zip(group.ranks, told, strict=True) if r["error"]]
+    failed = [f"rank {rank}: {r['error']}" for rank, r in zip(group.ranks, answers, strict=True) if r["error"]]
     if failed:
         raise ArenaError(
             f"group {group.name!r}: cannot share {num_bytes} bytes of GPU memory per rank: {'; '.join(failed)}"

@@ -60,8 +60,8 @@ def compare(group: str, where: str, values: Sequence[Named], timeout_s: float) -
         return Comparison(None, proven=True)
     channel = topology.exchange(group, timeout_s)
     marks = {name: vars(_marks(name, value)) for name, value in present}
-    told = channel.gather({"marks": json.dumps(marks)}, f"the first call of {where}", timeout_s)
-    everyone = [{k: _Marks(**v) for k, v in json.loads(str(record["marks"])).items()} for record in told]
+    answers = channel.gather({"marks": json.dumps(marks)}, f"the first call of {where}", timeout_s)
+    everyone = [{k: _Marks(**v) for k, v in json.loads(str(record["marks"])).items()} for record in answers]
     proven = all(mark.is_evidence for each in everyone for mark in each.values())
     ranks = channel.group.ranks
     for name, first in everyone[0].items():

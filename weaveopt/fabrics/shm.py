@@ -195,8 +195,8 @@ def _fill(segment: _native.Segment, layout: Layout) -> None:
         words[offset // 4 : (offset + num_bytes) // 4] = word if word < 1 << 31 else word - (1 << 32)
 
 
-def _raise_if_any(group: Group, told: Sequence[Payload], num_bytes: int) -> None:
-    failed = [f"rank {rank}: {r['error']}" for rank, r in zip(group.ranks, told, strict=True) if r["error"]]
+def _raise_if_any(group: Group, answers: Sequence[Payload], num_bytes: int) -> None:
+    failed = [f"rank {rank}: {r['error']}" for rank, r in zip(group.ranks, answers, strict=True) if r["error"]]
     if failed:
         raise ArenaError(f"group {group.name!r}: cannot share {num_bytes} bytes per rank: {'; '.join(failed)}")
 
@@ -207,5 +207,5 @@ def _page_aligned(num_bytes: int) -> int:
 
 def num_local_processes() -> int:
     """Number of ranks on this host, of all groups: they share its cores. All ranks if the launcher does not say."""
-    told = variable("LOCAL_WORLD_SIZE")
-    return int(told) if told.isdecimal() and int(told) > 0 else dist.get_world_size()
+    answers = variable("LOCAL_WORLD_SIZE")
+    return int(answers) if answers.isdecimal() and int(answers) > 0 else dist.get_world_size()

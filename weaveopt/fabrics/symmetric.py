@@ -78,18 +78,18 @@ def _multicast_is_off() -> bool:
     return os.environ.get(_MULTICAST_OFF, "0") != "0"
 
 
-MEETING_S = 60.0
+RENDEZVOUS_S = 60.0
 """Longest rendezvous. The ranks have just exchanged their counts, so it takes well under a second."""
 
-_num_met = 0
+_num_rendezvous = 0
 _failed = ""
 _kept: list[object] = []
 """Memory and handles of the meetings with nobody: torch forgets a rendezvous with its memory, but not its count."""
 
 
-def num_met() -> int:
+def num_rendezvous() -> int:
     """Number of rendezvous for symmetric memory that this process completed through this module."""
-    return _num_met
+    return _num_rendezvous
 
 
 def failed() -> str:
@@ -97,12 +97,12 @@ def failed() -> str:
     return _failed
 
 
-def catch_up(to: int, timeout_s: float = MEETING_S) -> None:
-    """Perform rendezvous alone until `num_met()` is `to`; no other rank takes part."""
-    if _num_met >= to:
+def catch_up(to: int, timeout_s: float = RENDEZVOUS_S) -> None:
+    """Perform rendezvous alone until `num_rendezvous()` is `to`; no other rank takes part."""
+    if _num_rendezvous >= to:
         return
     alone = dist.new_group([dist.get_rank()], timedelta(seconds=timeout_s), use_local_synchronization=True)
-    while _num_met < to:
+    while _num_rendezvous < to:
         memory = _little_memory()
         _kept.append((memory, rendezvous(memory, alone, timeout_s)))
 
@@ -115,22 +115,22 @@ def _little_memory() -> torch.Tensor:
 
 
 def rendezvous(
-    memory: torch.Tensor, process_group: dist.ProcessGroup, timeout_s: float = MEETING_S, multicast: bool = False
+    memory: torch.Tensor, process_group: dist.ProcessGroup, timeout_s: float = RENDEZVOUS_S, multicast: bool = False
 ) -> Handle:
     """Torch's handle of `memory`, which keeps the peers' parts mapped. All of the group call it, after catching up.
 
     With `multicast` it may have a `multicast_pointer`, never where `TORCH_SYMM_MEM_DISABLE_MULTICAST` is set. Raises
     what torch raises, and `ArenaError` where a rank does not come within `timeout_s`.
     """
-    global _num_met, _failed
-    _num_met += 1
+    global _num_rendezvous, _failed
+    _num_rendezvous += 1
     begin = time.monotonic()
     try:
         with (
             nullcontext() if multicast and not _multicast_is_off() else _without_multicast(),
             _bounded(process_group, timeout_s),
         ):
-            return _meet(memory, process_group)
+            return _join(memory, process_group)
     except Exception as error:
         _failed = f"an earlier rendezvous of torch's symmetric memory failed: {error}".splitlines()[0]
         if multicast and not _multicast_is_off():
@@ -140,7 +140,7 @@ def rendezvous(
         raise ArenaError(f"torch's symmetric memory did not meet all ranks within {timeout_s:g} s") from error
 
 
-def _meet(memory: torch.Tensor, process_group: dist.ProcessGroup) -> Handle:
+def _join(memory: torch.Tensor, process_group: dist.ProcessGroup) -> Handle:
     import torch.distributed._symmetric_memory as symmetric
 
     return cast(Handle, symmetric.rendezvous(memory, process_group))

@@ -130,8 +130,8 @@ def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: f
         local = current if holds else shm.grown(current, own, plan, floor_bytes, local_channel, timeout_s)
     except ArenaError as failure:  # the other hosts must hear of it
         error = str(failure)
-    told = channel.gather({"error": error}, "memory of every host", timeout_s)
-    failed = [str(each["error"]) for each in told if each["error"]]
+    answers = channel.gather({"error": error}, "memory of every host", timeout_s)
+    failed = [str(each["error"]) for each in answers if each["error"]]
     try:
         if failed or local is None:
             raise ArenaError(failed[0])

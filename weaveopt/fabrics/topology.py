@@ -136,8 +136,8 @@ class RecordExchange:
         keys = [f"{self._num_rounds}/{rank}" for rank in range(len(self.group.ranks))]
         self._num_rounds += 1
         where = f"group {self.group.name!r}"
-        told = {**payload, _WHAT: what}
-        answer = bounded(lambda: self._meet(keys, told, timeout_s), where, what, timeout_s)
+        answers = {**payload, _WHAT: what}
+        answer = bounded(lambda: self._exchange(keys, answers, timeout_s), where, what, timeout_s)
         if isinstance(answer, list):
             raise AgreementError(
                 f"{where}: {listed('rank', answer)} of {self.group.ranks} did not come within "
@@ -170,7 +170,7 @@ class RecordExchange:
         thread.start()
         thread.join(_ALL_READ_S)
 
-    def _meet(self, keys: list[str], payload: Payload, timeout_s: float) -> tuple[Payload, ...] | list[int]:
+    def _exchange(self, keys: list[str], payload: Payload, timeout_s: float) -> tuple[Payload, ...] | list[int]:
         """Everyone's payload, or the ranks whose payload did not come. Raises what the store raises."""
         self.store.set(keys[self.group.rank], json.dumps(dict(payload)))
         try:
@@ -180,10 +180,10 @@ class RecordExchange:
             if missing:
                 return missing
             raise
-        told = tuple(json.loads(self.store.get(key)) for key in keys)
+        answers = tuple(json.loads(self.store.get(key)) for key in keys)
         with contextlib.suppress(RuntimeError):  # where the store is gone by now, nobody waits for this one
             self.store.set(f"{keys[self.group.rank]}/read", "")
-        return told
+        return answers
 
 
 @dataclass(frozen=True)
@@ -275,8 +275,10 @@ def _ask(pg: dist.ProcessGroup, group_name: str, timeout_s: float) -> _Known:
     if described:
         apart = gpus.without_access(payloads, group.rank)
         # All ranks of the group have to know of the same pair.
-        told = channel.gather({"apart": json.dumps(apart)}, "peer access", timeout_s)
-        pairs = [(ranks[r], ranks[peer]) for r, record in enumerate(told) for peer in json.loads(str(record["apart"]))]
+        answers = channel.gather({"apart": json.dumps(apart)}, "peer access", timeout_s)
+        pairs = [
+            (ranks[r], ranks[peer]) for r, record in enumerate(answers) for peer in json.loads(str(record["apart"]))
+        ]
         found = replace(found, gpus=described, no_peer_access=pairs[0] if pairs else None)
     rounds = Rounds(group_name, ranks, group.rank, pg, channel.store, _address(found))
     return _Known(weakref.ref(pg), found, channel, rounds)

@@ -258,10 +258,10 @@ def _raise_in_main(error: WeaveError) -> None:
         RuntimeError.__init__(self, message)
 
     # Python makes the exception itself, without arguments.
-    told = type(kind.__name__, (kind,), {"__init__": construct, "__module__": kind.__module__})
+    answers = type(kind.__name__, (kind,), {"__init__": construct, "__module__": kind.__module__})
     ident = threading.main_thread().ident
     if ident is not None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(told))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(answers))
 
 
 def _take_back() -> None:

@@ -61,8 +61,8 @@ class Backend:
         given = {name for name, _ in self.options}
         if self.name not in ("weave", "inductor") or self.mode or ONE_ROW in given:
             return self
-        beside = () if SIDE_BY_SIDE in given else ((SIDE_BY_SIDE, True),)
-        return replace(self, options=(*self.options, (ONE_ROW, True), *beside))
+        side_by_side = () if SIDE_BY_SIDE in given else ((SIDE_BY_SIDE, True),)
+        return replace(self, options=(*self.options, (ONE_ROW, True), *side_by_side))
 
     def for_choosing(self) -> Backend:
         """Backend of token selection: Inductor alone if the step's is weave, since nothing there can be rewritten

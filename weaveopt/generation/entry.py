@@ -162,7 +162,7 @@ def _decode(
             streamer.put(tokens.clone())
 
     with model._optimize_model_for_decode():
-        loop = DecodeLoop(session.buffers.told, session.places, sink, request.max_new, ranks.are_several())
+        loop = DecodeLoop(session.buffers.step_output, session.places, sink, request.max_new, ranks.are_several())
         outcome = loop.run(lambda: session.step(chosen), keep)
     count = outcome.num_tokens
     return (

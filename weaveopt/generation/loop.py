@@ -42,19 +42,20 @@ Sink = Callable[[Tensor], None]
 
 
 @dataclass
-class Told:
+class HostOutputs:
     """Pinned buffers for the results of steps, each with the event after its copy; no events if nothing is late."""
 
     places: list[Tensor]
     events: Sequence[Event]
 
     @staticmethod
-    def make(told: Tensor) -> Told:
-        on_gpu = told.is_cuda
+    def make(step_output: Tensor) -> HostOutputs:
+        on_gpu = step_output.is_cuda
         places = [
-            torch.zeros(told.shape, dtype=told.dtype, device="cpu", pin_memory=on_gpu) for _ in range(MAX_AHEAD + 1)
+            torch.zeros(step_output.shape, dtype=step_output.dtype, device="cpu", pin_memory=on_gpu)
+            for _ in range(MAX_AHEAD + 1)
         ]
-        return Told(places, [torch.cuda.Event() for _ in places] if on_gpu else [])
+        return HostOutputs(places, [torch.cuda.Event() for _ in places] if on_gpu else [])
 
 
 @dataclass
@@ -82,10 +83,10 @@ class Outcome:
 
 @dataclass
 class DecodeLoop:
-    """Steps of one call. `told` holds the results of each of them: `[batch + 1]` int64."""
+    """Steps of one call. `step_output` holds the results of each of them: `[batch + 1]` int64."""
 
-    told: Tensor
-    places: Told
+    step_output: Tensor
+    places: HostOutputs
     sink: Sink
     max_tokens: int
     together: bool = False
@@ -93,7 +94,8 @@ class DecodeLoop:
     outcome: Outcome = field(default_factory=Outcome)
 
     def run(self, step: Callable[[], bool], after_launch: Callable[[], None]) -> Outcome:
-        """Run the loop; the prefill's token is in `told` already. `step` launches one more and says if it was a replay.
+        """Run the loop; `step_output` holds the prefill's token already. `step` launches one more step and returns true
+        if it was a replay.
 
         Raises `PeerTimeoutError` where a step waited for a peer in vain.
         """
@@ -128,11 +130,11 @@ class DecodeLoop:
             self.outcome.num_replays += step()
         except RuntimeError as error:
             _raise(error)
-        if not self.told.is_cuda:
+        if not self.step_output.is_cuda:
             self.outcome.step_us += (time.perf_counter() - begin) * 1e6
 
     def _send(self, place: int, pending: deque[int]) -> None:
-        self.places.places[place].copy_(self.told, non_blocking=True)
+        self.places.places[place].copy_(self.step_output, non_blocking=True)
         if self.places.events:
             self.places.events[place].record()
         pending.append(place)
@@ -149,10 +151,10 @@ class DecodeLoop:
 
     def _look(self, pending: deque[int]) -> bool:
         """Pass the oldest step's tokens to the sink; true if they are the last ones."""
-        told = self.places.places[pending.popleft()]
+        step_output = self.places.places[pending.popleft()]
         self.outcome.num_tokens += 1
-        self.sink(told[:-1])
-        return not int(told[-1]) or self.outcome.num_tokens == self.max_tokens
+        self.sink(step_output[:-1])
+        return not int(step_output[-1]) or self.outcome.num_tokens == self.max_tokens
 
 
 def _wait(event: Event) -> None:

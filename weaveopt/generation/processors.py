@@ -136,7 +136,7 @@ def _forbid_below(name: str, eos: Tensor, least: int) -> TensorProcessor:
     ids = eos.flatten()
 
     def apply(scores: Tensor, history: History, numbers: tuple[Tensor, ...]) -> Tensor:
-        forbidden = _among(ids, scores) & (history.count < numbers[0])
+        forbidden = _listed(ids, scores) & (history.count < numbers[0])
         return torch.where(forbidden, float("-inf"), scores)
 
     return TensorProcessor(name, _hashable_ids(ids), apply, (_number(least),))
@@ -155,7 +155,7 @@ def _suppress_at_begin(processor: hf.SuppressTokensAtBeginLogitsProcessor, _: in
     ids = processor.begin_suppress_tokens.flatten()
 
     def apply(scores: Tensor, history: History, numbers: tuple[Tensor, ...]) -> Tensor:
-        forbidden = _among(ids, scores) & (history.count == numbers[0])
+        forbidden = _listed(ids, scores) & (history.count == numbers[0])
         return torch.where(forbidden, float("-inf"), scores)
 
     return TensorProcessor("SuppressTokensAtBegin", _hashable_ids(ids), apply, (_number(processor.begin_index),))
@@ -165,7 +165,7 @@ def _forced_eos(processor: hf.ForcedEOSTokenLogitsProcessor, _: int) -> TensorPr
     ids = processor.eos_token_id.flatten()
 
     def apply(scores: Tensor, history: History, numbers: tuple[Tensor, ...]) -> Tensor:
-        forced = torch.where(_among(ids, scores), 0.0, float("-inf")).expand_as(scores)
+        forced = torch.where(_listed(ids, scores), 0.0, float("-inf")).expand_as(scores)
         return torch.where(history.count == numbers[0], forced, scores)
 
     return TensorProcessor("ForcedEOSToken", _hashable_ids(ids), apply, (_number(processor.max_length - 1),))
@@ -216,7 +216,7 @@ def _bias(processor: hf.SequenceBiasLogitsProcessor, _: int) -> TensorProcessor:
     return TensorProcessor("SequenceBias", tuple(sorted(biases.items())), apply)
 
 
-def _among(ids: Tensor, scores: Tensor) -> Tensor:
+def _listed(ids: Tensor, scores: Tensor) -> Tensor:
     vocabulary = torch.arange(scores.shape[-1], device=scores.device)
     return (vocabulary[:, None] == ids.to(scores.device)).any(dim=1)
 

@@ -52,8 +52,8 @@ def agree_on_failure(group: str, what: str, why: str, timeout_s: float) -> None:
         return
     purpose = f"running {what} uncompiled ({why})"
     channel = topology.exchange(group, timeout_s)
-    told = channel.gather({"uncompiled": what}, purpose, timeout_s)
-    for rank, each in zip(channel.group.ranks, told, strict=True):
+    answers = channel.gather({"uncompiled": what}, purpose, timeout_s)
+    for rank, each in zip(channel.group.ranks, answers, strict=True):
         if each["uncompiled"] != what:
             channel.settle()
             raise AgreementError(

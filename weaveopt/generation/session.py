@@ -17,7 +17,7 @@ from transformers.cache_utils import StaticCache
 from weaveopt.config import Config
 from weaveopt.generation.compiled_or_plain import CompiledOrPlain, one_line
 from weaveopt.generation.compiling import Backend
-from weaveopt.generation.loop import Told
+from weaveopt.generation.loop import HostOutputs
 from weaveopt.generation.masks import MaskForm
 from weaveopt.generation.ranks import group_name
 from weaveopt.generation.step import Buffers, ChoosingForm, Kept, chooser, run_model
@@ -60,7 +60,7 @@ class DecodeSession:
     ) -> None:
         self.lock = threading.Lock()
         self.cache, self.buffers, self.backend = cache, buffers, backend
-        self.places = Told.make(buffers.told)
+        self.places = HostOutputs.make(buffers.step_output)
         self._model = weakref.ref(model)
         self._masks = mask_form(model)
         self._with_positions = with_positions

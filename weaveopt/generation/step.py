@@ -37,7 +37,7 @@ class Buffers:
     """Scalar int64: tokens in `history`."""
     unfinished: Tensor
     """`[batch]` bool."""
-    told: Tensor
+    step_output: Tensor
     """`[batch + 1]` int64: the newest tokens, and whether any sequence is unfinished. Copied to the host."""
 
     @staticmethod
@@ -152,6 +152,6 @@ def chooser(form: ChoosingForm) -> Callable[[Tensor, Buffers, Kept], None]:
         buffers.history.index_copy_(1, buffers.count[None], tokens[:, None])
         buffers.count.add_(1)
         buffers.ids.copy_(tokens[:, None])
-        buffers.told.copy_(torch.cat([tokens, buffers.unfinished.any()[None].to(torch.int64)]))
+        buffers.step_output.copy_(torch.cat([tokens, buffers.unfinished.any()[None].to(torch.int64)]))
 
     return choose

@@ -67,7 +67,7 @@ def events_of(graph: fx.Graph, group: str) -> tuple[fx.Node, ...]:
     return tuple(node for node in graph.nodes if node in found)
 
 
-def groups_met_in_calls(graph: fx.Graph) -> tuple[str, ...]:
+def groups_synchronized_in_calls(graph: fx.Graph) -> tuple[str, ...]:
     """Return the names of other groups, sorted: their ranks have different batches, so they compile graphs of other
     sizes and at other times, and synchronize only in their calls."""
     return tuple(sorted({name for _, name in _exchanges_in(graph, same_tokens=False)} - {*groups_in(graph)}))

@@ -50,7 +50,7 @@ def _store(graph: fx.Graph, side: fx.Node, stored: dict[fx.Node, fx.Node]) -> No
     """Store the computed value under `side`, before its views and cast to fp32, so that it keeps the model's own
     dtype."""
     reader, value = side, side
-    while value.target in VIEWS or _widens(value):
+    while value.target in VIEWS or _is_upcast(value):
         reader, value = value, value.all_input_nodes[0]
     if reader is value or not _is_computed(value):
         return
@@ -62,7 +62,7 @@ def _store(graph: fx.Graph, side: fx.Node, stored: dict[fx.Node, fx.Node]) -> No
     reader.replace_input_with(value, stored[value])
 
 
-def _widens(node: fx.Node) -> bool:
+def _is_upcast(node: fx.Node) -> bool:
     if node.target is not CONVERT:
         return False
     (before,), (after,) = tensors_of(node.all_input_nodes[0]), tensors_of(node)

@@ -78,7 +78,7 @@ def largest_group(machine: Machine) -> int:
 
 def renew(today: Machine, base: Machine) -> Renewed:
     """`today`, completed from `base`; the error that it claims is that of all its curves."""
-    base = _with_names_apart(base, dict(today.origins))
+    base = _with_distinct_names(base, dict(today.origins))
     measured = frozenset(name for name, origin in base.origins if origin.kind == MEASURED)
     more = largest_group(base) > largest_group(today)
     kept: list[str] = []
@@ -129,7 +129,7 @@ def renew(today: Machine, base: Machine) -> Renewed:
 
 def with_link(base: Machine, name: str, link: Link, library: Link, origins: Mapping[str, Origin]) -> Machine:
     """`base` under `name`, with the link between hosts and what the library makes of it; all else as it was."""
-    base = _with_names_apart(base, origins)
+    base = _with_distinct_names(base, origins)
     fabrics = tuple(
         replace(costs, inter_host=library) if costs.fabric is Fabric.LIBRARY else costs for costs in base.fabric_costs
     )
@@ -153,7 +153,7 @@ def with_curves(
     as peers are, or as the library joins ranks where there are none. The error is that of all curves, and no less than
     `base` says.
     """
-    base = _with_names_apart(base, origins)
+    base = _with_distinct_names(base, origins)
     by_fabric = {costs.fabric: costs for costs in base.fabric_costs}
     within = by_fabric.get(Fabric.PEER, by_fabric[Fabric.LIBRARY]).link
     for fabric, found in curves.items():
@@ -211,7 +211,7 @@ def _most_ranks(costs: FabricCosts) -> int:
     return max((curve.world for curve in costs.curves if curve.hosts == 1), default=0)
 
 
-def _with_names_apart(base: Machine, taken: Mapping[str, Origin]) -> Machine:
+def _with_distinct_names(base: Machine, taken: Mapping[str, Origin]) -> Machine:
     """`base` with other names for those of its origins whose names mean something else today."""
     known = dict(base.origins)
     names: dict[str, str] = {}

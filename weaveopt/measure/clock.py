@@ -143,7 +143,7 @@ class CpuClock:
         us = max(min(_once(launch, index) for index in range(2)), 1e-3)
         count = self._count(us, self.MOST_CALLS_ALONE)
         passes: list[Sample] = []
-        while self._goes_on(passes):
+        while self._continues(passes):
             passes.append(sample_of([_once(launch, index) for index in range(count)]))
         return min(passes, key=lambda sample: sample.us)
 
@@ -160,7 +160,7 @@ class CpuClock:
         probes = ranks.slowest([Sample(min(_once(launch, index) for index in range(2)), 0.0) for launch in launches])
         counts = [self._count(probe.us) for probe in probes]
         passes: list[list[Sample]] = [[] for _ in launches]
-        while any(map(self._goes_on, passes)):
+        while any(map(self._continues, passes)):
             for launch, count, found in zip(launches, counts, passes, strict=True):
                 ranks.barrier()
                 found += ranks.slowest([sample_of([_once(launch, index) for index in range(count)])])
@@ -174,7 +174,7 @@ class CpuClock:
         """Number of calls of a pass."""
         return int(min(most, max(self.FEWEST_CALLS, self.LONGEST_S * 1e6 / max(us, 1e-3))))
 
-    def _goes_on(self, passes: Sequence[Sample]) -> bool:
+    def _continues(self, passes: Sequence[Sample]) -> bool:
         """True if another pass may still change the time."""
         if len(passes) < 2:
             return True

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from weaveopt.measure import fit
 from weaveopt.measure.clock import Clock, CoarseCpuClock, CpuClock, CudaClock, Sample, barrier
 
-Tell = Callable[[str, int, int], None]
+ShowProgress = Callable[[str, int, int], None]
 """(what, steps done, steps in all)."""
 Rows = list[tuple[int, Sample]]
 """(size, time) of a curve, sizes ascending."""
@@ -21,8 +21,8 @@ Rows = list[tuple[int, Sample]]
 class CalibrationSession:
     """One run of `calibrate` on one rank. `quick`: a coarse look for tests."""
 
-    def __init__(self, device: torch.device, tell: Tell, quick: bool = False) -> None:
-        self.device, self.tell, self.quick = device, tell, quick
+    def __init__(self, device: torch.device, show_progress: ShowProgress, quick: bool = False) -> None:
+        self.device, self.show_progress, self.quick = device, show_progress, quick
         self.is_gpu = device.type == "cuda"
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         cpu_clock = CoarseCpuClock if quick else CpuClock
@@ -53,6 +53,6 @@ class CalibrationSession:
         """A time for each size, by its position; those that stand out are measured again."""
         rows = []
         for index, size in enumerate(sizes):
-            self.tell(what, index, len(sizes))
+            self.show_progress(what, index, len(sizes))
             rows.append((size, take(index)))
         return fit.calmed(rows, take)

@@ -45,12 +45,12 @@ class Agreed:
     decided: DecidedGraph | None
     """None where a step failed on this rank."""
     planned: Planned
-    met: tuple[str, ...] = ()
+    waiting_groups: tuple[str, ...] = ()
     """Groups with rewritten sites whose ranks compared their documents for this graph, sorted."""
     known: tuple[str, ...] = ()
     """Groups with rewritten sites whose plan was agreed before."""
     several: tuple[str, ...] = ()
-    """Groups of `met` in which some rank waits in other groups too."""
+    """Groups of `waiting_groups` in which some rank waits in other groups too."""
     failure: str = ""
     """Why the graph is left by all ranks: a step failed on one of them."""
 
@@ -75,7 +75,7 @@ def agree(
         return _decline(groups, captured, context, failure, compile_)
     agreement = _Agreement(every, best, rules, context, groups, compile_)
     try:
-        return agreement.reach()
+        return agreement.agree_on_groups()
     except WeaveError:
         raise
     except Exception as error:  # deciding again failed here: the others wait for this rank's next document
@@ -113,7 +113,7 @@ class _Agreement:
     active: dict[str, bool] = field(default_factory=dict)
     """Groups in which ranks still compare -> True if a rank of it waits in other groups as well."""
 
-    def reach(self) -> Agreed:
+    def agree_on_groups(self) -> Agreed:
         planned = plan(self.current, self.rules, self.context)
         memory = _memory_of(self.compile)
         waiting = [group for group in self.groups if self._rewrites(group) or memory.rewrote(group)]
@@ -126,10 +126,10 @@ class _Agreement:
             if group not in waiting:
                 _post(group, self._document(group, planned), self.compile, self.context, waits=False)
         planned, several = self._compare(waiting, planned)
-        met = tuple(group for group in waiting if self._rewrites(group))
+        waiting_groups = tuple(group for group in waiting if self._rewrites(group))
         if not self.failure:
-            memory.keep(key, waiting, met, self.left)
-        return Agreed(self.current, planned, met, several=several, failure=self.failure)
+            memory.keep(key, waiting, waiting_groups, self.left)
+        return Agreed(self.current, planned, waiting_groups, several=several, failure=self.failure)
 
     def _compare(self, waiting: Sequence[str], planned: Planned) -> tuple[Planned, tuple[str, ...]]:
         active = self.active = dict.fromkeys(waiting, False)

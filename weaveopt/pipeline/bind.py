@@ -50,10 +50,10 @@ def shared_reason(agreed: Agreed, why: str, context: Context) -> str:
     Raises `AgreementError` as `bind` does.
     """
     timeout_s = context.config.compile_timeout_s
-    for group in agreed.met:
+    for group in agreed.waiting_groups:
         if group not in agreed.several:
-            told = _gather(group, {"why": why}, "what could be reserved", timeout_s)
-            why = min((each["why"] for each in told if each["why"]), default="")  # of several, the same on all ranks
+            answers = _gather(group, {"why": why}, "what could be reserved", timeout_s)
+            why = min((each["why"] for each in answers if each["why"]), default="")  # of several, the same on all ranks
     return _spread(why, agreed.several, timeout_s)
 
 
@@ -115,14 +115,14 @@ def _spread(why: str, groups: Sequence[str], timeout_s: float) -> str:
     each other. Raises `AgreementError` if groups overlap such that some ranks would not receive it."""
     for _ in range(_SPREADS):
         for group in groups:
-            told = _gather(group, {"why": why}, "what could be reserved", timeout_s)
-            why = min((each["why"] for each in told if each["why"]), default="")  # of several, the same on all ranks
+            answers = _gather(group, {"why": why}, "what could be reserved", timeout_s)
+            why = min((each["why"] for each in answers if each["why"]), default="")  # of several, the same on all ranks
     for group in groups:
-        told = _gather(group, {"why": why}, "whether to leave the graph as it was", timeout_s)
+        answers = _gather(group, {"why": why}, "whether to leave the graph as it was", timeout_s)
         ranks = topology.discover(group, timeout_s).group.ranks
-        without = [rank for rank, each in zip(ranks, told, strict=True) if each["why"]]
+        without = [rank for rank, each in zip(ranks, answers, strict=True) if each["why"]]
         if without and len(without) < len(ranks):
-            found = next(each["why"] for each in told if each["why"])
+            found = next(each["why"] for each in answers if each["why"])
             topology.exchange(group, timeout_s).settle()
             raise AgreementError(
                 f"group {group!r}: ranks {without} of {ranks} have to leave a graph as it was ({found}), and the "
@@ -186,7 +186,7 @@ def compiling(agreed: Agreed, context: Context) -> Iterator[None]:
 def await_peers(agreed: Agreed, context: Context) -> None:
     """Waits until all ranks that compile the graph have."""
     timeout_s = context.config.compile_timeout_s
-    for group in agreed.met:
+    for group in agreed.waiting_groups:
         _gather(group, {}, "the end of compilation", timeout_s)
     for group in agreed.known:
         topology.rounds(group, timeout_s).await_compiling(timeout_s)

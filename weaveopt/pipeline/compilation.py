@@ -157,7 +157,7 @@ class Compilation:
     @property
     def rewritten_groups(self) -> tuple[str, ...]:
         """Groups of more than one rank that have rewritten sites in this graph, or run a variant of it."""
-        return (*self.agreed.met, *self.agreed.known) if self.result is not None else ()
+        return (*self.agreed.waiting_groups, *self.agreed.known) if self.result is not None else ()
 
     @property
     def result(self) -> fx.Graph | None:

@@ -10,7 +10,7 @@ from weaveopt.config import Config
 from weaveopt.cost_model import Choice, Machine
 from weaveopt.fabrics import gpus, topology
 from weaveopt.fabrics.topology import Topology
-from weaveopt.graph.facts import devices_in, groups_met_in_calls, runs_on_gpu
+from weaveopt.graph.facts import devices_in, groups_synchronized_in_calls, runs_on_gpu
 from weaveopt.records.candidate import Rejection
 from weaveopt.records.skew import Skew
 from weaveopt.rule import CapturedGraph, Context
@@ -49,7 +49,7 @@ def context(captured: CapturedGraph, config: Config, known: Known | None = None)
 
 def groups_of(captured: CapturedGraph) -> tuple[str, ...]:
     """Groups whose ranks compile the same graph and compare it, and those that meet in calls alone."""
-    return (*captured.groups, *groups_met_in_calls(captured.graph))
+    return (*captured.groups, *groups_synchronized_in_calls(captured.graph))
 
 
 def machine_for(config: Config, topologies: Mapping[str, Topology], captured: CapturedGraph) -> Choice:

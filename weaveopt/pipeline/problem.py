@@ -274,7 +274,7 @@ class ProblemTemplate:
         proposals = []
         for proposal in self._proposals(found, tokens, context, usable_only):
             beyond = proposal.consumes - found.nodes
-            assert beyond <= found.behind, f"{found.site.id}: {proposal.candidate.choice} takes other nodes"
+            assert beyond <= found.consumers, f"{found.site.id}: {proposal.candidate.choice} takes other nodes"
             candidate = proposal.candidate
             if candidate.estimate is not None:
                 if proposal.consumes not in rests:
@@ -319,11 +319,20 @@ class ProblemTemplate:
         site = found.site
         if site.rejections or found.facts is None:
             return index
-        works, behind = (
+        works, consumers = (
             tuple((kernel.name, kernel.work) for kernel in self._within(index, nodes))
-            for nodes in (found.nodes, found.behind)
+            for nodes in (found.nodes, found.consumers)
         )
-        return (site.kind, site.groups, found.facts, site.tokens, site.description, found.token_symbol, works, behind)
+        return (
+            site.kind,
+            site.groups,
+            found.facts,
+            site.tokens,
+            site.description,
+            found.token_symbol,
+            works,
+            consumers,
+        )
 
     def _within(self, index: int, nodes: frozenset[fx.Node]) -> tuple[GraphKernel, ...]:
         key = (index, nodes)
@@ -361,7 +370,7 @@ def _overlapping(sites: Sequence[FoundSite]) -> tuple[tuple[int, int], ...]:
     """Pairs of sites that share nodes, or have consumers that belong to others."""
     owners: dict[fx.Node, list[int]] = {}
     for index, found in enumerate(sites):
-        for node in found.nodes | found.behind:
+        for node in found.nodes | found.consumers:
             owners.setdefault(node, []).append(index)
     return tuple(sorted({pair for sharing in owners.values() for pair in combinations(sharing, 2)}))
 

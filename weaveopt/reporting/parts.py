@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from weaveopt.records.report import GraphReport, OutsideWork
 from weaveopt.reporting.reasons import collapse
-from weaveopt.reporting.timeline import Block, Times, blocks, count_of, homes, module_of, times_of
+from weaveopt.reporting.timeline import Block, Times, blocks, count_of, layers_of, module_of, times_of
 
 EMBEDDING = "embedding"
 HEAD = "head"
@@ -64,7 +64,7 @@ def _stretches(graph: GraphReport) -> Iterator[tuple[str, int | None, int, tuple
     """(name, layer, count, blocks) of every layer and of what is in none; blocks of unequal counts stay apart."""
     members: dict[tuple[str, int | None, int], list[Block]] = {}
     sequence = blocks(graph)
-    layers = homes([module_of(block) for block in sequence])
+    layers = layers_of([module_of(block) for block in sequence])
     known = [index for index, layer in enumerate(layers) if layer is not None]
     for index, (block, layer) in enumerate(zip(sequence, layers, strict=True)):
         name = "layer"

@@ -11,7 +11,7 @@ from weaveopt.errors import OptionError
 from weaveopt.records.report import GraphReport, Report
 from weaveopt.reporting.headline import Headline, headline, prices_from
 from weaveopt.reporting.parts import ReportPart, typical
-from weaveopt.reporting.timeline import STREAMS, Block, Span, Times, laid_out, title, total
+from weaveopt.reporting.timeline import STREAMS, Block, Span, Times, spans_of, title, total
 from weaveopt.wording import counted
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _layer(graph: GraphReport, part: ReportPart | None, above: Axes, below: Axes
 
 
 def _spans(members: tuple[Block, ...], fused: bool) -> list[tuple[Block, int, Span]]:
-    return list(laid_out(((block, 0) for block in members), fused))
+    return list(spans_of(((block, 0) for block in members), fused))
 
 
 def _whole(graph: GraphReport, axes: Axes) -> None:

@@ -70,7 +70,7 @@ def blocks(graph: GraphReport) -> tuple[Block, ...]:
     return tuple(found)
 
 
-def homes(modules: Sequence[str]) -> tuple[int | None, ...]:
+def layers_of(modules: Sequence[str]) -> tuple[int | None, ...]:
     """Return the layer of each module path, in graph order; None outside the layers.
 
     A kernel without a module path (an empty one) that runs between two layers, or inside one, belongs to the layer
@@ -126,7 +126,7 @@ def unrolled(graph: GraphReport) -> Iterator[tuple[Block, int]]:
                 yield block, repetition
 
 
-def laid_out(sequence: Iterable[tuple[Block, int]], fused: bool) -> Iterator[tuple[Block, int, Span]]:
+def spans_of(sequence: Iterable[tuple[Block, int]], fused: bool) -> Iterator[tuple[Block, int, Span]]:
     """Every term of the blocks (each with its repetition), one block after the other, from 0 on."""
     start_us = 0.0
     for block, repetition in sequence:

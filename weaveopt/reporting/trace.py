@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from weaveopt.plain_json import Json
 from weaveopt.records.report import GraphReport, OutsideWork, Report
-from weaveopt.reporting.timeline import STREAMS, Block, laid_out, module_of, title, total, unrolled
+from weaveopt.reporting.timeline import STREAMS, Block, module_of, spans_of, title, total, unrolled
 
 
 def to_trace(report: Report) -> str:
@@ -48,7 +48,7 @@ def _graph(graph: GraphReport) -> Json:
 
 
 def _events(process: int, graph: GraphReport, fused: bool) -> Iterator[Json]:
-    for block, repetition, span in laid_out(unrolled(graph), fused):
+    for block, repetition, span in spans_of(unrolled(graph), fused):
         yield {
             "ph": "X",
             "name": span.name,

@@ -150,11 +150,11 @@ def _merged(
     @cache
     def cut(first: int, left: int) -> tuple[float, tuple[Served, ...]]:
         """The best runs from stretch `first` on, at most `left` of them."""
-        ways = []
+        options = []
         for end in range(len(found), first, -1) if left > 1 else (len(found),):
             loss, served = run(first, end)
             rest_loss, rest = cut(end, left - 1) if end < len(found) else (0.0, ())
-            ways.append((loss + rest_loss, (served, *rest)))
-        return min(ways, key=lambda way: (way[0], len(way[1])))
+            options.append((loss + rest_loss, (served, *rest)))
+        return min(options, key=lambda option: (option[0], len(option[1])))
 
     return cut(0, max_regimes)[1]

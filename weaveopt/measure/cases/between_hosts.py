@@ -100,7 +100,7 @@ class HostLink:
             pings = _steps(session, "latency between hosts", PING_BYTES, lambda n: _ping(first, own == 0, n))
             self.pings = [(size, Sample(sample.us / 2, sample.spread)) for size, sample in pings]
             for count in BURSTS:
-                session.tell("messages between hosts", len(self.bursts), len(BURSTS))
+                session.show_progress("messages between hosts", len(self.bursts), len(BURSTS))
                 self.bursts.append((count, _burst(session, first, own == 0, count)))
             self.exchanges = _steps(session, "bandwidth between hosts", EXCHANGE_BYTES, lambda n: _exchange(wire, n))
             while not shows_bytes(self.exchanges) and self.exchanges[-1][0] < MOST_BYTES:

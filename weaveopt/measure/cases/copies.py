@@ -58,7 +58,7 @@ class Copies(Family):
 
     def measure_together(self, session: CalibrationSession, ranks: Ranks) -> None:
         if ranks.world == session.world and not session.quick:
-            session.tell("copies from peers", 0, 1)
+            session.show_progress("copies from peers", 0, 1)
             self.found = copies(ranks)
 
     def write(self, draft: Draft) -> None:

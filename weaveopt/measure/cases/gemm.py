@@ -95,7 +95,7 @@ class Gemms(Family):
                 runner = GemmRunner(session.device, dtype, cache_bytes, (grid.m[-1], grid.n[-1], grid.k[-1]))
                 share = list(shared_out(range(len(corners)), session.rank, session.world, copies))
                 for done, index in enumerate(share):
-                    session.tell(f"GEMMs {name}", done, len(share))
+                    session.show_progress(f"GEMMs {name}", done, len(share))
                     mine[index] = runner.sample(session.clock, *corners[index], guess_us(*corners[index]))
                 if not session.is_gpu:
                     _calm(mine, corners, lambda corner: runner.sample(session.clock, *corner, guess_us(*corner)))

@@ -44,7 +44,7 @@ class Launches(Family):
     eager_us: float = 0.0
 
     def measure_alone(self, session: CalibrationSession) -> None:
-        session.tell("launches", 0, 1)
+        session.show_progress("launches", 0, 1)
         with session.as_many_as_cores() as active:
             if active:
                 self.graph_us, self.eager_us = launches(session.clock, session.device)

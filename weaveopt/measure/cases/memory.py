@@ -108,7 +108,7 @@ class MemoryKernels(Family):
         mine: list[tuple[int, Sample]] = []
         with session.as_many_as_cores() as active:
             for done, (kernel, row, count) in enumerate(cases):
-                session.tell("kernels bound by memory", done, len(cases))
+                session.show_progress("kernels bound by memory", done, len(cases))
                 if active:
                     num_bytes = kernel.num_bytes(count, row)
                     guess_us = 2.0 + num_bytes / (3e6 if session.is_gpu else 2e4)
@@ -133,7 +133,7 @@ class MemoryKernels(Family):
         with session.as_many_as_cores() as active:
             if active:
                 for done, (kernel, row, count) in enumerate(cases[session.rank :: session.num_active]):
-                    session.tell("compiling kernels", done, -(-len(cases) // session.num_active))
+                    session.show_progress("compiling kernels", done, -(-len(cases) // session.num_active))
                     compiled_call(session.device, kernel, count, row)
 
     def write(self, draft: Draft) -> None:

@@ -74,10 +74,10 @@ def decode(text: str) -> ExpertsCall:
     known = tuple(activation.value for activation in ActivationName)
     if call.activation not in known:
         raise WeaveError(f"moe_experts: no activation {call.activation!r}; {closest(call.activation, known)}")
-    ways = tuple(way.value for way in ExpertsKernel)
+    names = tuple(kernel.value for kernel in ExpertsKernel)
     for kernels in (call.kernels, *(each for _, each in call.table)):
-        if kernels not in ways:
-            raise WeaveError(f"moe_experts: no kernels {kernels!r}; {closest(kernels, ways)}")
+        if kernels not in names:
+            raise WeaveError(f"moe_experts: no kernels {kernels!r}; {closest(kernels, names)}")
     if any(most >= above for (most, _), (above, _) in itertools.pairwise(call.table)):
         raise WeaveError(f"moe_experts: token counts of a table ascend, found {call.table}")
     if call.interleaved and not call.gated:

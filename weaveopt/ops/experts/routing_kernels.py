@@ -19,7 +19,7 @@ import triton.language as tl
 
 
 @triton.jit
-def own_or_beyond(experts, rows, num_rows, num_experts):
+def local_expert_or_end(experts, rows, num_rows, num_experts):
     """The expert of each of `rows`; `num_experts` for a foreign choice, and beyond the last row."""
     ids = tl.load(experts + rows, mask=rows < num_rows, other=-1)
     return tl.where((ids >= 0) & (ids < num_experts), ids, num_experts).to(tl.int32)
@@ -40,7 +40,7 @@ def route(
     lanes = tl.arange(0, BLOCK)
     counts = tl.zeros([BINS], tl.int32)
     for start in range(0, num_rows, BLOCK):
-        counts += tl.histogram(own_or_beyond(experts, start + lanes, num_rows, num_experts), BINS)
+        counts += tl.histogram(local_expert_or_end(experts, start + lanes, num_rows, num_experts), BINS)
     counts = tl.where(bins < num_experts, counts, 0)
     first = tl.sum(tl.where(bins < expert, counts, 0), 0)
     count = tl.sum(tl.where(bins == expert, counts, 0), 0)
@@ -54,7 +54,7 @@ def route(
         seen = first
         for start in range(0, num_rows, BLOCK):
             rows = start + lanes
-            mine = own_or_beyond(experts, rows, num_rows, num_experts) == expert
+            mine = local_expert_or_end(experts, rows, num_rows, num_experts) == expert
             ones = mine.to(tl.int32)
             tl.store(order + seen + tl.cumsum(ones, 0) - 1, rows, mask=mine)
             seen += tl.sum(ones, 0)

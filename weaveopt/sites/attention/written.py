@@ -134,9 +134,9 @@ def _unguarded(weights: fx.Node, passed: set[fx.Node]) -> tuple[fx.Node, fx.Node
     """
     if not is_call(weights, frozenset({aten.where.self})):
         return weights, None
-    nobody, zeros, kept = weights.args
+    unread_rows, zeros, kept = weights.args
     chain: list[fx.Node] = []
-    node: object = nobody
+    node: object = unread_rows
     for target in (aten.logical_not.default, aten.any.dim, aten.logical_not.default, aten.eq.Scalar):
         if not is_call(node, frozenset({target})):
             return weights, None
@@ -260,12 +260,12 @@ def _is_cut_to(cut: fx.Node, before: fx.Node) -> bool:
 def _scores_and_mask(total: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
     """Distinguish scores and mask in `scores + mask`: the scores are the result of a GEMM."""
     for scores, mask in (total.args[:2], total.args[1::-1]):
-        if isinstance(scores, fx.Node) and isinstance(mask, fx.Node) and _comes_from_product(scores):
+        if isinstance(scores, fx.Node) and isinstance(mask, fx.Node) and _is_from_gemm(scores):
             return scores, mask
     return None, None
 
 
-def _comes_from_product(node: fx.Node, most: int = 8) -> bool:
+def _is_from_gemm(node: fx.Node, most: int = 8) -> bool:
     passing = CAST | MUL | VIEWS | {aten.div.Tensor, aten.tanh.default}
     for _ in range(most):
         if is_call(node, frozenset({aten.bmm.default})):

@@ -14,7 +14,7 @@ from weaveopt.sites.mixture.reading import (
     VIEWS,
     Reading,
     Unknown,
-    check_foreign,
+    check_remote_experts,
     cut_as_it_is,
     flat_of,
     index_of,
@@ -46,7 +46,7 @@ def batched_experts(first: fx.Node, second: fx.Node) -> Experts:
     if not reading.masks and index is other_index:
         # transformers before 5.23 cuts ids and masks nothing: what is cut is an expert like any other.
         ids = cut_as_it_is(index, reading)
-    check_foreign(ids, up.weight, reading)
+    check_remote_experts(ids, up.weight, reading)
     found = Experts(
         form="batched_mm",
         x=x,

@@ -38,7 +38,7 @@ class Experts:
     activation: Activation
     output: fx.Node
     """[tokens, hidden]"""
-    has_foreign: bool = False
+    has_remote_experts: bool = False
     """True if choices of experts that this rank does not store are masked."""
     nodes: frozenset[fx.Node] = frozenset()
     """Nodes from the operands above up to and including `output`; some may have other consumers too."""

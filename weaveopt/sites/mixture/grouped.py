@@ -14,7 +14,7 @@ from weaveopt.sites.mixture.reading import (
     TRANSPOSE,
     Reading,
     Unknown,
-    check_foreign,
+    check_remote_experts,
     flat_of,
     index_of,
     node_of,
@@ -46,7 +46,7 @@ def grouped_experts(first: fx.Node, second: fx.Node) -> Experts:
     weights = _picked(tail.weights, order, reading)
     chosen = node_of(order.args[0], "a sort").args[0]
     reading.masks.extend(inside.masks)
-    check_foreign(ids, up.weight, reading)
+    check_remote_experts(ids, up.weight, reading)
     found = Experts(
         form="grouped_mm",
         x=x,

@@ -49,7 +49,7 @@ class MixtureFacts:
     """`grouped_mm` or `batched_mm`: how the graph computes it."""
     activation: Activation
     has_biases: bool
-    has_foreign: bool
+    has_remote_experts: bool
     """True if the input includes choices of other ranks' experts, which are masked."""
     scores: str
     groups: int
@@ -60,7 +60,7 @@ class MixtureFacts:
     @property
     def choices_here(self) -> float:
         """Choices of a token, on average, that are experts of this rank."""
-        return self.choices * self.experts / self.experts_in_all if self.has_foreign else float(self.choices)
+        return self.choices * self.experts / self.experts_in_all if self.has_remote_experts else float(self.choices)
 
 
 class MixtureMatcher:
@@ -127,7 +127,7 @@ def _facts(experts: Experts) -> MixtureFacts | Rejection:
         form=experts.form,
         activation=experts.activation,
         has_biases=experts.up.bias is not None or experts.down.bias is not None,
-        has_foreign=experts.has_foreign,
+        has_remote_experts=experts.has_remote_experts,
         scores=routing.scores,
         groups=routing.groups,
     )

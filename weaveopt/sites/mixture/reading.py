@@ -128,7 +128,7 @@ def cut_as_it_is(ids: fx.Node, reading: Reading) -> fx.Node:
     return ids
 
 
-def check_foreign(ids: fx.Node, weight: fx.Node, reading: Reading) -> None:
+def check_remote_experts(ids: fx.Node, weight: fx.Node, reading: Reading) -> None:
     """Every mask is `ids >= experts`, once for each row; where ids are cut to what is there, there has to be one."""
     num_experts = value_of(weight).shape[0]
     for mask in reading.masks:

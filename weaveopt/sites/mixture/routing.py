@@ -57,8 +57,8 @@ def routing_of(experts: fx.Node, weights: fx.Node) -> Routing:
     if found is not None:
         scores = "sigmoid" if is_call(found, _SIGMOID) else "softmax"
     else:
-        behind = _before(weights, _SOFTMAX | _SIGMOID, _FAR, through=_THROUGH)
-        scores = "" if behind is None else ("sigmoid" if is_call(behind, _SIGMOID) else "softmax of the chosen")
+        source = _before(weights, _SOFTMAX | _SIGMOID, _FAR, through=_THROUGH)
+        scores = "" if source is None else ("sigmoid" if is_call(source, _SIGMOID) else "softmax of the chosen")
     return Routing(shape_of(value)[-1], scores, groups)
 
 

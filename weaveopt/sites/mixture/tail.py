@@ -142,4 +142,4 @@ def owning(experts: Experts, reading: Reading) -> Experts:
     computed = [node for node in leaving if not is_call(node, _SHARED)]
     if computed:
         raise Refused(read_by_others(computed[0], [user for user in computed[0].users if user not in nodes]))
-    return replace(experts, nodes=nodes, has_foreign=bool(reading.masks))
+    return replace(experts, nodes=nodes, has_remote_experts=bool(reading.masks))

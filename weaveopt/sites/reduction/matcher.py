@@ -133,8 +133,8 @@ def _found(node: fx.Node, reduced: Reduced | Rejection, absorbed: frozenset[fx.N
     known = facts if isinstance(facts, ReductionFacts) else None
     site = _site(node, reduced.collectives, description, known, context, rejections)
     nodes = structure.interior | structure.gemm_nodes | (quantized.nodes if quantized is not None else frozenset())
-    behind = structure.readers.nodes - nodes if structure.readers is not None and known is not None else frozenset()
-    return FoundSite(site, nodes, known, structure, symbols_of(reduced.scalars), reduced.collectives[0], behind)
+    consumers = structure.readers.nodes - nodes if structure.readers is not None and known is not None else frozenset()
+    return FoundSite(site, nodes, known, structure, symbols_of(reduced.scalars), reduced.collectives[0], consumers)
 
 
 def _site(

@@ -73,14 +73,14 @@ def scattered_at(collective: fx.Node, partial: Partial, norms: Mapping[fx.Node, 
     if len(waits) != 1 or any(other.op != "output" for other in others):
         readers = ", ".join(sorted({describe(user) for user in collective.users}))
         return Rejection("read_by_others", "the collective is not waited for exactly once", (("read_by", readers),))
-    behind = _behind(waits[0])
-    shard = behind.nodes[-1] if behind.nodes else waits[0]
-    nodes = frozenset({*partial.nodes, collective, waits[0], *behind.nodes})
-    alone = Scattered((collective,), (partial,), shard, behind.scales, behind.scalars, None, (), nodes)
+    after_wait = _after_wait(waits[0])
+    shard = after_wait.nodes[-1] if after_wait.nodes else waits[0]
+    nodes = frozenset({*partial.nodes, collective, waits[0], *after_wait.nodes})
+    alone = Scattered((collective,), (partial,), shard, after_wait.scales, after_wait.scalars, None, (), nodes)
     value = tensor_of(shard)
     if value is None or hint(value.shape[-1]) != partial.gemms[0].sizes[1]:
         return alone
-    after = follow(collective, norms, behind.nodes, may_be_saved=True)
+    after = follow(collective, norms, after_wait.nodes, may_be_saved=True)
     if not isinstance(after, Reduced):  # the collective itself is saved for the backward pass: the plain shard
         return alone
     results = {node for node in after.passed if any(user.op == "output" for user in node.users)} - {after.total}
@@ -90,21 +90,23 @@ def scattered_at(collective: fx.Node, partial: Partial, norms: Mapping[fx.Node, 
     for each in after.collectives[1:]:
         other = partial_of(each)
         alike = isinstance(other, Partial) and _meaning(other) == _meaning(partial)
-        computed = any(not is_call(node, SHAPE_ONLY) for node in behind.nodes)
+        computed = any(not is_call(node, SHAPE_ONLY) for node in after_wait.nodes)
         if not isinstance(other, Partial) or not alike or computed or results:
             return alone  # two sums that cannot be merged: each is a site, and ends at their addition
         partials.append(other)
     nodes = nodes.union(after.passed, *(each.nodes for each in partials))
     nodes |= _norm_nodes(after, nodes)
     saved = tuple(sorted(results))
-    return Scattered(after.collectives, tuple(partials), shard, behind.scales, behind.scalars, after, saved, nodes)
+    return Scattered(
+        after.collectives, tuple(partials), shard, after_wait.scales, after_wait.scalars, after, saved, nodes
+    )
 
 
 def _meaning(partial: Partial) -> tuple[object, ...]:
     return partial.arrangement, partial.scale, partial.gemms[0].sizes[:2]
 
 
-def _behind(wait: fx.Node) -> _Behind:
+def _after_wait(wait: fx.Node) -> _Behind:
     """Follow the scales and casts after the wait; views after the last one belong to the nodes that follow."""
     passed: list[fx.Node] = []
     scales: list[float] = []

@@ -59,8 +59,8 @@ def partial_at(value: fx.Node) -> Partial | Rejection | None:
     if isinstance(arrangement, Rejection):
         return arrangement
     assert isinstance(arrangement, Arrangement), f"{value.name} is {arrangement} of {start.name}"
-    on_the_way = frozenset(node for node, known in moves.known.items() if known is not None)
-    return replace(found, arrangement=arrangement, nodes=found.nodes | on_the_way)
+    rearrangements = frozenset(node for node, known in moves.known.items() if known is not None)
+    return replace(found, arrangement=arrangement, nodes=found.nodes | rearrangements)
 
 
 def read_by_others(partial: Partial, reader: fx.Node) -> Rejection | None:

@@ -128,8 +128,8 @@ class _Walk:
     def step_back(self) -> None:
         """Step back before the last views: they stay in the graph if a site ends without a norm."""
         if self.views:
-            self.value, *behind = self.views
-            self.passed.difference_update(behind)
+            self.value, *downstream = self.views
+            self.passed.difference_update(downstream)
             self.views.clear()
 
     def refuse(self, code: str, message: str, node: fx.Node) -> Rejection:
@@ -139,10 +139,10 @@ class _Walk:
 def follow(
     collective: fx.Node,
     norms: Mapping[fx.Node, list[Norm]],
-    behind: Sequence[fx.Node] = (),
+    downstream: Sequence[fx.Node] = (),
     may_be_saved: bool = False,
 ) -> Reduced | Rejection:
-    """Follow the site that starts at `collective`, or return why there is none; `behind`: nodes already part of it.
+    """Follow the site that starts at `collective`, or return why there is none; `downstream`: nodes already part of it.
 
     With `may_be_saved` intermediate values may also be graph outputs.
     """
@@ -150,7 +150,7 @@ def follow(
     if isinstance(started, Rejection):
         return started
     walk = started
-    for node in behind:
+    for node in downstream:
         walk.step_to(node)
     stopped: Rejection | None = None
     while True:

@@ -82,11 +82,11 @@ def timed(
     cases: Sequence[Attention],
     make: Make,
     counts: str,
-    tell: Callable[[int, int], None],
+    show_progress: Callable[[int, int], None],
 ) -> TimedKernel:
     rows = []
     for done, case in enumerate(cases):
-        tell(done, len(cases))
+        show_progress(done, len(cases))
         named = replace(case, kernel=kernel)
         rows.append((named, clock.alone(make(named, device), 30.0)))
     return TimedKernel(kernel, counts, tuple(rows))

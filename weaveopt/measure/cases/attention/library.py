@@ -117,7 +117,7 @@ class AttentionKernels(Family):
         cases = CASES[::2] if session.quick else CASES
         mine = []
         for done, case in enumerate(cases):
-            session.tell("attention", done, len(cases))
+            session.show_progress("attention", done, len(cases))
             mine.append(attention(session.clock, session.device, case, 30.0))
         self.times = dict(zip(cases, slowest(mine), strict=True))
         for what, taken, counts in (
@@ -127,10 +127,12 @@ class AttentionKernels(Family):
         ):
             chosen = taken[::4] if session.quick else taken
 
-            def tell(done: int, of: int, what: str = what) -> None:
-                session.tell(what, done, of)
+            def show_progress(done: int, of: int, what: str = what) -> None:
+                session.show_progress(what, done, of)
 
-            self.by_work.append(timed(session.clock, session.device, "sdpa", chosen, as_compiled, counts, tell))
+            self.by_work.append(
+                timed(session.clock, session.device, "sdpa", chosen, as_compiled, counts, show_progress)
+            )
 
     def write(self, draft: Draft) -> None:
         what = "scaled_dot_product_attention, heads of 128, bfloat16"

@@ -62,10 +62,10 @@ class CausalKernels(Family):
         ):
             chosen = cases[::4] if session.quick else cases
 
-            def tell(done: int, of: int, what: str = f"{kernel} {cases[0].form}") -> None:
-                session.tell(what, done, of)
+            def show_progress(done: int, of: int, what: str = f"{kernel} {cases[0].form}") -> None:
+                session.show_progress(what, done, of)
 
-            self.by_work.append(timed(session.clock, session.device, kernel, chosen, make, counts, tell))
+            self.by_work.append(timed(session.clock, session.device, kernel, chosen, make, counts, show_progress))
 
     def write(self, draft: Draft) -> None:
         samples = [sample for each in self.by_work for _, sample in each.rows]

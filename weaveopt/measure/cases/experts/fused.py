@@ -103,7 +103,7 @@ class ExpertKernels(Family):
         cases = _cases(session.quick, runs_on(session.device))
         mine: list[Sample] = []
         for done, (kernels, case) in enumerate(cases):
-            session.tell("experts", done, len(cases))
+            session.show_progress("experts", done, len(cases))
             mine.append(session.clock.alone(call_of(case, kernels, session.device), 30.0))
         self.times = dict(zip(cases, slowest(mine), strict=True))
 

@@ -100,7 +100,7 @@ class GroupedGemms(Family):
         cases = CASES[::3] if session.quick else CASES
         mine: list[tuple[Sample, Sample]] = []
         for done, case in enumerate(cases):
-            session.tell("grouped GEMMs", done, len(cases))
+            session.show_progress("grouped GEMMs", done, len(cases))
             expected_us = 3.0 + guess_us(case.one.m, case.one.n, case.one.k)
             mine.append(grouped(session.clock, session.device, case, expected_us))
         by_expert, at_once = (slowest([pair[which] for pair in mine]) for which in (0, 1))

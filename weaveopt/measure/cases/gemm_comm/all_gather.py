@@ -54,7 +54,7 @@ def call_of(
     separately."""
     return AllGatherGemmCall(
         site=f"calibrate.{OP} {hidden} {cut}", group=ranks.name, fabric=fabric, world=ranks.world, hidden=hidden,
-        dtype="bfloat16", max_tokens=rows, timeout_s=TIMEOUT_S, hands_out_rows=fabric is Fabric.SHM,
+        dtype="bfloat16", max_tokens=rows, timeout_s=TIMEOUT_S, returns_rows=fabric is Fabric.SHM,
         cut="" if cut is None else str(cut),
     )  # fmt: skip
 

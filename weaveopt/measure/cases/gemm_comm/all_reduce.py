@@ -29,21 +29,21 @@ from weaveopt.measure.overlapped import (
 )  # fmt: skip
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import CalibrationSession
-from weaveopt.ops.gemm_comm.all_reduce.call import ALL_REDUCE, GemmReductionCall, HandsOut, WeightLayout
+from weaveopt.ops.gemm_comm.all_reduce.call import ALL_REDUCE, GemmReductionCall, TileOutput, WeightLayout
 from weaveopt.ops.reduction.buffers import memory_plan
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
 
-Kernel = tuple[HandsOut, TileConfig]
+Kernel = tuple[TileOutput, TileConfig]
 CUTS: Mapping[Kernel, MeasuredSizes] = MappingProxyType({
-    (HandsOut.NORM, TileConfig(256, 1, 4)): MeasuredSizes(),
-    (HandsOut.NORM, TileConfig(256, 4, 4)): MeasuredSizes(),
-    (HandsOut.NORM, TileConfig(256, 2, 16)): MeasuredSizes(most_depth=SHALLOW),
-    (HandsOut.NORM, TileConfig(128, 2, 4)): MeasuredSizes(most_tokens=FEW_TOKENS),
-    (HandsOut.SUM, TileConfig(256, 1, 4)): MeasuredSizes(),
-    (HandsOut.BOTH, TileConfig(256, 1, 4)): MeasuredSizes(),
+    (TileOutput.NORM, TileConfig(256, 1, 4)): MeasuredSizes(),
+    (TileOutput.NORM, TileConfig(256, 4, 4)): MeasuredSizes(),
+    (TileOutput.NORM, TileConfig(256, 2, 16)): MeasuredSizes(most_depth=SHALLOW),
+    (TileOutput.NORM, TileConfig(128, 2, 4)): MeasuredSizes(most_tokens=FEW_TOKENS),
+    (TileOutput.SUM, TileConfig(256, 1, 4)): MeasuredSizes(),
+    (TileOutput.BOTH, TileConfig(256, 1, 4)): MeasuredSizes(),
 })  # fmt: skip
 """Fastest of several: for a GEMM that dominates, with a longer weight, for an exchange that dominates, and with few
 waves of tiles."""
@@ -55,13 +55,13 @@ TAKEN_BYTES_PER_US = 2e5
 
 def cases(quick: bool) -> Iterator[Case[Kernel]]:
     """Generate the cases of both operations."""
-    for hands_out in HandsOut:
-        yield from cases_of({kernel: sizes for kernel, sizes in CUTS.items() if kernel[0] is hands_out}, quick)
+    for output in TileOutput:
+        yield from cases_of({kernel: sizes for kernel, sizes in CUTS.items() if kernel[0] is output}, quick)
 
 
 def variant_of(kernel: Kernel, depth: int) -> str:
-    hands_out, config = kernel
-    return ALL_REDUCE.name_of(config, depth, hands_out.variant)
+    output, config = kernel
+    return ALL_REDUCE.name_of(config, depth, output.variant)
 
 
 def is_supported(case: Case[Kernel], ranks: Ranks) -> bool:
@@ -74,8 +74,8 @@ def is_supported(case: Case[Kernel], ranks: Ranks) -> bool:
 
 def call_of(case: Case[Kernel], group: str, world: int) -> GemmReductionCall:
     """Build the op's call as in compiled graphs. Normalized rows may stay in the arena, as if only GEMMs read them."""
-    hands_out, cut = case.cut
-    normalizes, shards = hands_out is not HandsOut.SUM, hands_out is HandsOut.NORM
+    output, cut = case.cut
+    normalizes, shards = output is not TileOutput.SUM, output is TileOutput.NORM
     reduction = ReductionCall(
         site=f"calibrate.{case}", group=group, fabric=Fabric.PEER, world=world, hidden=case.hidden, dtype="bfloat16",
         out_dtype="bfloat16", max_tokens=case.tokens, post=None,
@@ -92,7 +92,7 @@ def launch(case: Case[Kernel], ranks: Ranks) -> Launch:
     weights = [torch.randn(hidden, depth, device=device, dtype=DTYPE) / depth**0.5 for _ in range(2)]
     # The same on all ranks, as a residual is.
     residual = torch.zeros(tokens, hidden, device=device, dtype=DTYPE)
-    scale = torch.ones(hidden, device=device, dtype=DTYPE) if case.cut[0] is not HandsOut.SUM else None
+    scale = torch.ones(hidden, device=device, dtype=DTYPE) if case.cut[0] is not TileOutput.SUM else None
     op, layout = torch.ops.weave.gemm_all_reduce_norm.default, WeightLayout.NK.value
     text = call_of(case, ranks.name, ranks.world).encode()
 

@@ -36,12 +36,12 @@ def contention_rows(ranks: Ranks) -> list[ContentionRow]:
         alone_us, exchange_us = concurrent_us(ranks, gemm, 12, None, 0), concurrent_us(ranks, step, 24, None, 0)
         # The other one runs from before the timed one's start until after its end.
         gemm_us = concurrent_us(ranks, gemm, 12, step, 2 * 12 * alone_us / exchange_us)
-        exchange_beside_us = concurrent_us(ranks, step, 24, gemm, 3 * 24 * exchange_us / alone_us)
+        concurrent_exchange_us = concurrent_us(ranks, step, 24, gemm, 3 * 24 * exchange_us / alone_us)
         found.append(
             ContentionRow(
                 fused.row.num_ctas,
                 round(max(gemm_us / alone_us, 1.0), 3),
-                round(max(exchange_beside_us / exchange_us, 1.0), 3),
+                round(max(concurrent_exchange_us / exchange_us, 1.0), 3),
             )
         )
     return found
@@ -63,7 +63,7 @@ class StreamContention(Family):
 
     def measure_together(self, session: CalibrationSession, ranks: Ranks) -> None:
         if ranks.world == session.world and not session.quick:
-            session.tell("GEMM beside exchange", 0, 1)
+            session.show_progress("GEMM beside exchange", 0, 1)
             self.rows = contention_rows(ranks)
 
     def write(self, draft: Draft) -> None:

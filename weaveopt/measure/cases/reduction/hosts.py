@@ -66,7 +66,7 @@ class HostExchanges:
         for count in tokens:
             for call in calls:
                 launches[call.table[0].algorithm, count] = _launch(call, count)
-        session.tell("exchanges between hosts", 0, 1)
+        session.show_progress("exchanges between hosts", 0, 1)
         samples = session.clock.in_turns(list(launches.values()), [0.0] * len(launches), CollectiveRendezvous())
         self.times = dict(zip(launches, samples, strict=True))
         barrier()

@@ -33,10 +33,10 @@ def through_library(
     """The op, if asked differentiable in `x`, `weights` and `operands`; all ranks of the group call it together."""
     choices = experts.shape[1]
     ranks = torch.arange(call.world, device=x.device)[:, None, None]
-    goes_to = torch.div(experts, call.num_experts, rounding_mode="floor") == ranks  # [world, tokens, choices]
-    to, token = goes_to.any(-1).nonzero(as_tuple=True)
-    local_ids = torch.where(goes_to[to, token], experts[token] - to[:, None] * call.num_experts, -1)
-    counts = torch.stack([goes_to.any(-1).sum(1), goes_to.sum((1, 2))], dim=1)
+    is_sent = torch.div(experts, call.num_experts, rounding_mode="floor") == ranks  # [world, tokens, choices]
+    to, token = is_sent.any(-1).nonzero(as_tuple=True)
+    local_ids = torch.where(is_sent[to, token], experts[token] - to[:, None] * call.num_experts, -1)
+    counts = torch.stack([is_sent.any(-1).sum(1), is_sent.sum((1, 2))], dim=1)
     sent, received = counts, _exchange(counts, [1] * call.world, [1] * call.world, call.group)
     (rows_out, routes_out), (rows_in, routes_in) = torch.stack([sent, received]).transpose(1, 2).tolist()
     rows = _Exchange.apply(x[token], rows_out, rows_in, call.group)
@@ -45,10 +45,10 @@ def through_library(
     found = ids[row, choice]
     order = torch.argsort(found, stable=True)
     results = expert_rows(rows[row[order]], found[order], operands, call, differentiable)
-    home = _Exchange.apply(results[torch.argsort(order)], routes_in, routes_out, call.group)
-    _, token, choice = goes_to.nonzero(as_tuple=True)
-    by_choice = home.new_zeros(experts.numel(), call.hidden).index_copy(0, token * choices + choice, home)
-    return combine(by_choice.view(*experts.shape, call.hidden), goes_to.any(0), weights)
+    returned = _Exchange.apply(results[torch.argsort(order)], routes_in, routes_out, call.group)
+    _, token, choice = is_sent.nonzero(as_tuple=True)
+    by_choice = returned.new_zeros(experts.numel(), call.hidden).index_copy(0, token * choices + choice, returned)
+    return combine(by_choice.view(*experts.shape, call.hidden), is_sent.any(0), weights)
 
 
 def combine(by_choice: Tensor, is_someones: Tensor, weights: Tensor) -> Tensor:

@@ -174,8 +174,8 @@ def reserve(call: ExpertExchangeCall, text: str, buffers: Sequence[Buffer]) -> b
     group, timeout_s = call.group, call.timeout_s
     known = topology.discover(group, timeout_s)
     channel = topology.exchange(group, timeout_s)
-    told = channel.gather({"call": text}, "an exchange of experts", timeout_s)
-    calls, ranks = [str(record["call"]) for record in told], known.group.ranks
+    answers = channel.gather({"call": text}, "an exchange of experts", timeout_s)
+    calls, ranks = [str(record["call"]) for record in answers], known.group.ranks
     for rank, other in zip(ranks, calls, strict=True):
         if other != calls[0]:
             channel.settle()

@@ -131,8 +131,8 @@ class PeerExpertExchange:
     @property
     def traffic(self) -> RowTraffic:
         """Waits for the device."""
-        pushed, came_home = self._counted.tolist()
-        return RowTraffic(pushed, came_home)
+        pushed, returned = self._counted.tolist()
+        return RowTraffic(pushed, returned)
 
     def run(self, x: Tensor, experts: Tensor, weights: Tensor, operands: ExpertWeights) -> Tensor | None:
         """[tokens, hidden]; None, on all ranks, where one has more tokens than were planned for, or the kernels do not

@@ -22,7 +22,7 @@ ALL_GATHER = TileKernels("all_gather_gemm", (PUSHED,), "n", (128, 160, 256), Fal
 class AllGatherGemmCall(RowsCall):
     """`hidden` are the columns of a gathered row, `max_tokens` the gathered rows."""
 
-    hands_out_rows: bool = False
+    returns_rows: bool = False
     """True if anything other than the GEMMs reads the gathered rows."""
     cut: str = ""
     """On GPUs, tiles of GEMMs that start before all rows are gathered (`str(TileConfig)`); empty: the library's GEMMs,

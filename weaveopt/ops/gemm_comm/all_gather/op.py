@@ -100,7 +100,7 @@ def _run(
             rows = through_library(shard, outer, decoded)
             results = rows, weights.multiply(rows)
         rows, products = results
-        return [rows if decoded.hands_out_rows else rows.new_empty(0), *products]
+        return [rows if decoded.returns_rows else rows.new_empty(0), *products]
 
 
 def _fake(shard: Tensor, b: Sequence[Tensor], addends: Sequence[Tensor | None], outer: int, call: str) -> list[Tensor]:
@@ -110,7 +110,7 @@ def _fake(shard: Tensor, b: Sequence[Tensor], addends: Sequence[Tensor | None], 
     *leading, last = shard.shape
     own = prod(leading) if last == site.hidden else shard.numel() // site.hidden
     tokens = own * site.world
-    rows = shard.new_empty((tokens, site.hidden) if site.hands_out_rows else (0,))
+    rows = shard.new_empty((tokens, site.hidden) if site.returns_rows else (0,))
     return [rows, *(shard.new_empty(tokens, each.shape[1]) for each in b)]
 
 

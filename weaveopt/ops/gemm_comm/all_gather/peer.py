@@ -80,7 +80,7 @@ class PeerAllGatherGemm:
             return None
         if outer < 1 or own % outer:
             raise WeaveError(f"site {call.site}: {counted(own, 'row')} of a rank are not {counted(outer, 'block')}")
-        whole = shard.new_empty((tokens, call.hidden) if call.hands_out_rows else (0,))
+        whole = shard.new_empty((tokens, call.hidden) if call.returns_rows else (0,))
         if own == 0:
             return whole, weights.multiply(shard.view(0, call.hidden))
         early = self._early(weights, outer)
@@ -107,7 +107,7 @@ class PeerAllGatherGemm:
                     b, bias = weights.b[index], weights.addends[index]
                     products[index] = self._multiply(shard, b, bias, tokens, cut, stream)
             if all_early:
-                if call.hands_out_rows:
+                if call.returns_rows:
                     rows.check(native.hand_out(whole.data_ptr(), side))
             else:
                 rows.check(native.await_shards(stream))
@@ -115,7 +115,7 @@ class PeerAllGatherGemm:
                 late = [index for index, is_early in enumerate(early) if not is_early]
                 rest = Weights([weights.b[each] for each in late], [weights.addends[each] for each in late])
                 products.update(zip(late, rest.multiply(gathered), strict=True))
-                if call.hands_out_rows:
+                if call.returns_rows:
                     whole.copy_(gathered)
         finally:
             # Also where a launch failed: a capture has to find every stream that it drew in.

@@ -37,7 +37,7 @@ class AllGatherGemmWork:
     dtype: str
     world: int
     hosts: int
-    hands_out_rows: bool = False
+    returns_rows: bool = False
 
     @property
     def message_bytes(self) -> int:
@@ -55,7 +55,7 @@ def candidates(
     pushed_refused: tuple[Rejection, ...] = (),
 ) -> Iterator[tuple[Candidate, GemmCommPlan]]:
     """Candidates of `rule`. `pushed_refused`: rejections of the kernel `pushed` at the site, whatever the sizes."""
-    parameters = (("gemms", len(work.gemms)), ("hands_out_rows", work.hands_out_rows))
+    parameters = (("gemms", len(work.gemms)), ("hands_out_rows", work.returns_rows))
     priced = PricedOperation(rule, work, tokens, machine, EXCHANGE, partial(_estimate, machine, work), parameters, True)
 
     def on_gpus(limits: tuple[Rejection, ...]) -> list[Found]:
@@ -77,11 +77,11 @@ def _pushed(priced: PricedOperation, work: AllGatherGemmWork, refused: tuple[Rej
         return (
             ("tile_columns", cut.tile_columns),
             ("group_pairs", cut.group_pairs),
-            ("hands_out_rows", work.hands_out_rows),
+            ("hands_out_rows", work.returns_rows),
         )
 
     reasons = (*refused, *size_refused(work.gemms, work.dtype, priced.tokens))
-    found = price(priced.machine, fabric, work.gemms, work.dtype, work.world, work.hands_out_rows)
+    found = price(priced.machine, fabric, work.gemms, work.dtype, work.world, work.returns_rows)
     return priced.overlapped(fabric, PUSHED, reasons, found, parameters_of)
 
 
@@ -94,7 +94,7 @@ def _estimate(machine: Machine, work: AllGatherGemmWork, fabric: Fabric, parts: 
         Term("host", host_us(machine) * machine.oversubscription(work.world, work.hosts)),
     )
     estimate = with_gemms(machine, work, uncertain)
-    if fabric is not Fabric.PEER or not work.hands_out_rows:
+    if fabric is not Fabric.PEER or not work.returns_rows:
         return estimate
     # On CPU ranks the rows are gathered where they are handed out.
     copied = Estimate((Term("rows", memory_us(machine, 2 * work.message_bytes)),), machine.relative_error)

@@ -42,7 +42,7 @@ def size_refused(gemms: Sequence[Gemm], dtype: str, tokens: TokenCounts) -> Iter
 
 
 def price(
-    machine: Machine, fabric: Fabric, gemms: Sequence[Gemm], dtype: str, world: int, hands_out_rows: bool
+    machine: Machine, fabric: Fabric, gemms: Sequence[Gemm], dtype: str, world: int, returns_rows: bool
 ) -> tuple[TileConfig, Estimate] | Rejection:
     """The tile configuration that is predicted fastest, with its estimate; or the rejection if its time is not known.
 
@@ -70,7 +70,7 @@ def price(
         Term("gemm", multiplied_us[early]),
         Term("exposed", us - multiplied_us[early]),
         Term("synchronize", memory_us(machine, 1) if len(gemms) > 1 else 0.0),
-        Term("rows", memory_us(machine, 2 * message.bytes) if hands_out_rows else 0.0),
+        Term("rows", memory_us(machine, 2 * message.bytes) if returns_rows else 0.0),
         Term("host", host_us(machine) * machine.oversubscription(world, 1)),
     )
     others = Estimate((Term("gemm", sum(multiplied_us) - multiplied_us[early]),))

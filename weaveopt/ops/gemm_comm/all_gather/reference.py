@@ -19,4 +19,4 @@ def reference(shards: Sequence[Tensor], weights: Weights, outer: int, call: AllG
         rows.float() @ b.float() + (0 if addend is None else addend.float())
         for b, addend in zip(weights.b, weights.addends, strict=True)
     ]
-    return [rows if call.hands_out_rows else rows.new_empty(0), *(product.to(rows.dtype) for product in products)]
+    return [rows if call.returns_rows else rows.new_empty(0), *(product.to(rows.dtype) for product in products)]

@@ -24,7 +24,7 @@ class WeightLayout(StrEnum):
     """`[k, hidden]`: the GEMM is `input @ weight`."""
 
 
-class HandsOut(StrEnum):
+class TileOutput(StrEnum):
     """Rows that every rank gets of variant `tiles`."""
 
     NORM = "norm"
@@ -39,7 +39,7 @@ class HandsOut(StrEnum):
 
 
 ALL_REDUCE = TileKernels(
-    "gemm_all_reduce", tuple(each.variant for each in HandsOut), "k", (128, 256), True, "tile_kernels"
+    "gemm_all_reduce", tuple(each.variant for each in TileOutput), "k", (128, 256), True, "tile_kernels"
 )
 """Kernels of variant `tiles`."""
 

@@ -50,17 +50,17 @@ class GemmReduceScatterNormCall(RowsCall):
     """Number added to the norm's weight."""
     cast_before_weight: bool = False
     """True if rows are rounded before the weight is applied too, not only afterwards."""
-    among_all: bool = False
+    full_size_sum: bool = False
     """True if the sum is returned full-size with only this rank's rows valid."""
 
-    def own_rows(self, num_rows: int, rank: int) -> slice:
+    def local_rows(self, num_rows: int, rank: int) -> slice:
         """This rank's `num_rows` rows in the sum as it is returned."""
-        first = rank * num_rows if self.among_all else 0
+        first = rank * num_rows if self.full_size_sum else 0
         return slice(first, first + num_rows)
 
     def sum_rows(self, num_rows: int) -> int:
         """Number of rows of the sum as it is returned."""
-        return num_rows * self.world if self.among_all else num_rows
+        return num_rows * self.world if self.full_size_sum else num_rows
 
     @property
     def scatter(self) -> GemmReduceScatterCall:

@@ -88,15 +88,15 @@ def _run(
         if rows is None:
             rows = through_library(products, 1, record.scatter)
         normalized, total = add_and_normalize(rows.float(), residual, weight, record)
-        return normalized, _handed_out(total, record)
+        return normalized, _returned(total, record)
 
 
-def _handed_out(total: Tensor, call: GemmReduceScatterNormCall) -> Tensor:
+def _returned(total: Tensor, call: GemmReduceScatterNormCall) -> Tensor:
     """`total` [own rows, hidden] as the call returns it."""
-    if not call.among_all:
+    if not call.full_size_sum:
         return total
     whole = total.new_empty(call.sum_rows(len(total)), call.hidden)
-    whole[call.own_rows(len(total), dist.get_rank(topology.process_group(call.group)))] = total
+    whole[call.local_rows(len(total), dist.get_rank(topology.process_group(call.group)))] = total
     return whole
 
 

@@ -118,10 +118,10 @@ class PeerGemmReduceScatter:
         if scale is not None and scale.device != added.device:
             raise WeaveError(f"site {call.site}: the norm's weight is on {scale.device}, rows on {added.device}")
         normalized = added.new_empty(added.shape)
-        handed_out = added.new_empty(norm.sum_rows(len(added)), call.hidden)
+        returned = added.new_empty(norm.sum_rows(len(added)), call.hidden)
         if added.numel() == 0:
-            return normalized, handed_out
-        total = handed_out[norm.own_rows(len(added), self._rows.arena.group.rank)]
+            return normalized, returned
+        total = returned[norm.local_rows(len(added), self._rows.arena.group.rank)]
         assert self._tiles is not None, f"site {call.site}: tiles without a configuration"
         address = 0 if scale is None else scale.data_ptr()
         fp32 = _WEIGHT_IS_FP32 if scale is not None and scale.dtype is not added.dtype else 0
@@ -134,7 +134,7 @@ class PeerGemmReduceScatter:
                 stream.cuda_stream,
             )  # fmt: skip
             self._rows.check(code)
-        return normalized, handed_out
+        return normalized, returned
 
     def _norm_of(self, norm: GemmReduceScatterNormCall) -> _native.NormSpec:
         """The RMS norm of `norm` as native code takes it, built once."""

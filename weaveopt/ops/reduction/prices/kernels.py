@@ -63,8 +63,8 @@ class KernelVariant:
 
 def usable_transfers(costs: FabricCosts) -> tuple[Transfer, ...]:
     """Transfers that the fabric's devices can run; those that a profile names and no kernel has are left out."""
-    told = tuple(Transfer(word) for word in costs.transfers if word in frozenset(Transfer))
-    return told if costs.transfers else USUAL_TRANSFERS[costs.fabric]
+    named = tuple(Transfer(word) for word in costs.transfers if word in frozenset(Transfer))
+    return named if costs.transfers else USUAL_TRANSFERS[costs.fabric]
 
 
 @cache
@@ -97,10 +97,10 @@ def kernel_variants(
                 measured = curve.world == world and named[curve.origin].kind == MEASURED
                 found.append(KernelVariant(algorithm, transfer, num_ctas, curve, measured))
             # The model cannot tell two transfers apart: bulk copies are made for what LL packets are not.
-            told_apart = (
+            differing = (
                 transfer is not Transfer.LL_PACKET or algorithm is Algorithm.ONE_SHOT or Transfer.BULK not in usable
             )
-            if not curves and not known and told_apart:
+            if not curves and not known and differing:
                 found.append(KernelVariant(algorithm, transfer, 0, None, measured=False))
     order = tuple(Algorithm)
     return tuple(sorted(found, key=lambda variant: order.index(variant.algorithm)))

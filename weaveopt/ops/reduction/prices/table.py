@@ -129,9 +129,9 @@ class _Race:
         return corners_of(points, self._hidden * DTYPE_BYTES[self._dtype])
 
 
-def _until(grid: Iterable[int], goes_on: Callable[[int], bool]) -> Iterator[int]:
+def _until(grid: Iterable[int], continues: Callable[[int], bool]) -> Iterator[int]:
     for tokens in grid:
-        if not goes_on(tokens):
+        if not continues(tokens):
             return
         yield tokens
 

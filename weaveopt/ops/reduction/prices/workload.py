@@ -49,7 +49,7 @@ class Workload:
         return self.tokens * self.hidden * DTYPE_BYTES[self.dtype]
 
 
-def with_norm_apart(workload: Workload) -> Workload:
+def with_unfused_norm(workload: Workload) -> Workload:
     """The same with the norm of the sum left in the graph: every rank gets the whole sum and normalizes it."""
     assert workload.has_norm, "there is no norm to leave"
     return replace(
