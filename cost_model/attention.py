@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import log
 
@@ -11,6 +11,7 @@ from weaveopt.cost_model.gemm import num_waves
 from weaveopt.cost_model.kernel_curve import kernel_curve_us
 from weaveopt.cost_model.kernels import traffic_us
 from weaveopt.cost_model.machine import AttentionCosts, KernelCurve, Machine, kernel_name
+from weaveopt.cost_model.timed import KernelShape
 from weaveopt.records.site import DTYPE_BYTES
 
 ATTENTION_EFFICIENCY: dict[tuple[str, str], float] = {
@@ -112,10 +113,38 @@ def attention_us(machine: Machine, attention: Attention) -> float:
     Else, where it has measured attention as compiled models call it, the arithmetic is `waves · steps · step_us`:
     tiles of queries in waves, each with a loop over tiles of keys, whatever is masked. Else it runs at
     `ATTENTION_EFFICIENCY` of a GEMM's rate: at full waves, or on machines without waves at `q_len` rows. The traffic
-    runs at the memory's bandwidth (decode: reading keys and values). 0 where it is empty.
+    runs at the memory's bandwidth (decode: reading keys and values). 0 where it is empty. A kernel that was timed at
+    this shape takes what was timed.
     """
     if attention.flops <= 0:
         return 0.0
+    return machine.timed.us(shape_of(attention), lambda size: _by_profile(machine, sized(attention, size)))
+
+
+ATTENTION = "attention"
+"""First word of the kernels among those that are timed."""
+
+
+def shape_of(attention: Attention) -> KernelShape:
+    """The kernel as it is timed; decode grows with the sequences, all else with the queries and their keys."""
+    fixed = (attention.heads, attention.kv_heads, attention.head_dim, attention.window, int(attention.mask_bytes > 0))
+    kernel = f"{ATTENTION} {attention.kernel} {attention.form}"
+    if attention.q_len == 1:
+        return KernelShape(kernel, attention.dtype, attention.batch, (*fixed, attention.kv_len))
+    before = attention.kv_len - attention.q_len
+    return KernelShape(kernel, attention.dtype, attention.q_len, (*fixed, before, attention.batch))
+
+
+def sized(attention: Attention, size: int) -> Attention:
+    """The attention whose shape has another size."""
+    if attention.q_len == 1:
+        return replace(attention, batch=size, mask_bytes=attention.mask_bytes * size // attention.batch)
+    keys = max(attention.kv_len - attention.q_len + size, 1)
+    scores = attention.q_len * attention.kv_len
+    return replace(attention, q_len=size, kv_len=keys, mask_bytes=attention.mask_bytes * size * keys // scores)
+
+
+def _by_profile(machine: Machine, attention: Attention) -> float:
     curve = curve_of(machine, attention)
     if curve is not None:
         return _curve_us(machine, curve, attention)

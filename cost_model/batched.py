@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil, log2
 
 from weaveopt.cost_model.compiled import CompiledCosts, Slowdown
 from weaveopt.cost_model.gemm import Gemm, gemm_us
 from weaveopt.cost_model.kernels import memory_us
 from weaveopt.cost_model.machine import Machine
+from weaveopt.cost_model.timed import KernelShape
 from weaveopt.records.site import DTYPE_BYTES
 from weaveopt.records.skew import UNIFORM, Skew
+
+BATCHED, GROUPED = "bmm", "grouped_gemm"
+"""Names of the kernels among those that are timed."""
 
 
 def batched_gemm_us(machine: Machine, batch: int, gemm: Gemm, dtype: str) -> float:
@@ -22,9 +27,13 @@ def batched_gemm_us(machine: Machine, batch: int, gemm: Gemm, dtype: str) -> flo
     """
     if batch <= 1:
         return gemm_us(machine, gemm, dtype) if batch == 1 else 0.0
-    m, k, n = gemm.m, gemm.k, gemm.n
-    moved = batch * (m * k + k * n + m * n) * DTYPE_BYTES[dtype]
-    return max(gemm_us(machine, Gemm(m, k, n * batch), dtype), memory_us(machine, moved))
+    k, n, by_curves = gemm.k, gemm.n, machine.untimed
+
+    def by_profile(m: int) -> float:
+        moved = batch * (m * k + k * n + m * n) * DTYPE_BYTES[dtype]
+        return max(gemm_us(by_curves, Gemm(m, k, n * batch), dtype), memory_us(by_curves, moved))
+
+    return machine.timed.us(KernelShape(BATCHED, dtype, gemm.m, (batch, k, n), gemm.layout), by_profile)
 
 
 def num_active_experts(experts: int, rows: int, skew: Skew = UNIFORM) -> int:
@@ -43,10 +52,16 @@ def grouped_gemm_us(machine: Machine, experts: int, gemm: Gemm, dtype: str) -> f
     """
     if gemm.m <= 0 or experts <= 0:
         return 0.0
-    active = num_active_experts(experts, gemm.m, machine.skew)
-    costs, rows = machine.compiled, gemm.m / active
-    slowdown = 1.0 if costs is None else grouped_slowdown(costs, rows, gemm.k * gemm.n)
-    return gemm_us(machine, same_work(active, gemm), dtype) * slowdown
+    costs, by_curves = machine.compiled, machine.untimed
+
+    def by_profile(rows: int) -> float:
+        active = num_active_experts(experts, rows, machine.skew)
+        slowdown = 1.0 if costs is None else grouped_slowdown(costs, rows / active, gemm.k * gemm.n)
+        return gemm_us(by_curves, same_work(active, replace(gemm, m=rows)), dtype) * slowdown
+
+    if machine.skew != UNIFORM:  # rows are timed as they spread at random
+        return by_profile(gemm.m)
+    return machine.timed.us(KernelShape(GROUPED, dtype, gemm.m, (experts, gemm.k, gemm.n), gemm.layout), by_profile)
 
 
 def grouped_slowdown(costs: CompiledCosts, rows: float, elements: int) -> float:

@@ -10,14 +10,17 @@ measurement, and between them the logarithm of measured / modelled is interpolat
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from math import exp, floor, log
 
 from weaveopt.cost_model.curve import interpolate_rate
 from weaveopt.cost_model.machine import GemmCosts, GemmTile, Machine, Samples
+from weaveopt.cost_model.timed import KernelShape
 from weaveopt.records.site import DTYPE_BYTES
 
+GEMM = "gemm"
+"""Name of the kernel among those that are timed."""
 # Where a profile has no row for a dtype: the row that stands in, and how many times slower that dtype runs.
 _STAND_INS: dict[str, tuple[str, float]] = {"float16": ("bfloat16", 1.0), "float64": ("float32", 2.0)}
 SPLITS = (1, 2, 4, 8)
@@ -38,14 +41,20 @@ class Gemm:
     m: int
     k: int
     n: int
+    layout: str = field(default="", compare=False)
+    """How the graph stores operands and what its call adds: `rc bias`. Empty: as whoever calls it; no curve has it."""
 
 
 def gemm_us(machine: Machine, gemm: Gemm | None, dtype: str) -> float:
-    """`a[m, k] @ b[k, n]` on one rank, in microseconds; 0 without a GEMM or with an empty one."""
+    """`a[m, k] @ b[k, n]` on one rank, in microseconds; 0 without a GEMM or with an empty one.
+
+    As it was timed where it was, else by the profile.
+    """
     if gemm is None or min(gemm.m, gemm.k, gemm.n) == 0:
         return 0.0
     costs, slowdown = _costs_of(machine, dtype)
-    return _us(costs, gemm.m, gemm.n, gemm.k) * slowdown
+    shape = KernelShape(GEMM, dtype, gemm.m, (gemm.k, gemm.n), gemm.layout)
+    return machine.timed.us(shape, lambda m: _us(costs, m, gemm.n, gemm.k) * slowdown)
 
 
 def _costs_of(machine: Machine, dtype: str) -> tuple[GemmCosts, float]:

@@ -6,11 +6,13 @@ each constant whether it was measured or taken from a datasheet or a paper.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from weaveopt.cost_model.compiled import CompiledCosts
 from weaveopt.cost_model.host_exchange import HostExchangeTerms
 from weaveopt.cost_model.records import KEYED, NAMED
+from weaveopt.cost_model.timed import NOTHING_TIMED, KernelTimes
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.report import MachineSummary
 from weaveopt.records.skew import UNIFORM, Skew
@@ -328,10 +330,17 @@ class Machine:
     """Times of exchanges between hosts, by numbers of hosts and of ranks on each."""
     skew: Skew = UNIFORM
     """How choices are taken to spread over the experts of mixtures."""
+    timed: KernelTimes = NOTHING_TIMED
+    """Local kernels that were timed at their exact shapes; asked before the curves. No part of a profile."""
 
     def __hash__(self) -> int:
         """Cheap, because machines are keys of caches that every site asks; equality still compares everything."""
-        return hash((self.name, self.relative_error))
+        return hash((self.name, self.relative_error, self.timed))
+
+    @cached_property
+    def untimed(self) -> Machine:
+        """The machine of the profile alone: the key of caches of what depends on no local kernel."""
+        return self if self.timed is NOTHING_TIMED else replace(self, timed=NOTHING_TIMED)
 
     @property
     def fabrics(self) -> tuple[Fabric, ...]:

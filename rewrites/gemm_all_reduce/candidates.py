@@ -162,7 +162,7 @@ def _chunks_concurrent(form: GemmAllReduceMatch, machine: Machine) -> Found:
     """GPUs: the exchange of a chunk runs on few CTAs, concurrently with the GEMM of the next."""
     fabric, workload = Fabric.PEER, form.workload
     reasons = shape_rejections(workload, fabric)
-    variants = kernel_variants(machine, fabric, workload.hidden, workload.world, workload.hosts)
+    variants = kernel_variants(machine.untimed, fabric, workload.hidden, workload.world, workload.hosts)
     exchanges = [exchange_of(kernel, fabric, machine) for kernel in variants]
     measured = [each for each in exchanges if each.contention is not None]
     if not measured:

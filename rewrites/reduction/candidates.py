@@ -129,7 +129,7 @@ def candidates(
         base = FusedReductionPlan(
             workload, fabric, facts.group, takes_gemm=takes_gemm, quantizes=quantizes, begun=known.begun
         )
-        variants = kernel_variants(machine, fabric, workload.hidden, workload.world, workload.hosts)
+        variants = kernel_variants(machine.untimed, fabric, workload.hidden, workload.world, workload.hosts)
         tabled = features is not None and features.tabled and bool(variants)
         if fabric in MEASURED_ONLY:
             reasons.extend(_beyond_times(workload, fabric, machine))
@@ -254,7 +254,7 @@ def _table(workload: Workload, fabric: Fabric, known: FusedReductionTerms) -> tu
     """A graph of one size has one row, and reserves memory for that alone."""
     static = workload.is_static
     table = lowerings(
-        known.machine,
+        known.machine.untimed,
         fabric,
         workload.hidden,
         workload.dtype,
@@ -314,7 +314,7 @@ def _by_threshold(
     threshold = 0
     if known:
         threshold = one_shot_max_tokens(
-            machine, fabric, workload.hidden, workload.dtype, workload.world, workload.hosts
+            machine.untimed, fabric, workload.hidden, workload.dtype, workload.world, workload.hosts
         )
     algorithms: tuple[Algorithm, ...] = (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT)
     chosen = Algorithm.ONE_SHOT if workload.tokens <= threshold else Algorithm.TWO_SHOT

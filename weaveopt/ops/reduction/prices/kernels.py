@@ -156,7 +156,7 @@ def variant_for(
     """The kernel asked for; of what is None, the fastest. Modelled, where nothing is known of it."""
     fitting = [
         variant
-        for variant in kernel_variants(machine, fabric, workload.hidden, workload.world, workload.hosts)
+        for variant in kernel_variants(machine.untimed, fabric, workload.hidden, workload.world, workload.hosts)
         if variant.algorithm is algorithm and variant.covers(workload.message_bytes)
         if transfer in (None, variant.transfer) and num_ctas in (None, variant.num_ctas)
     ]
@@ -177,7 +177,7 @@ def _between_ctas(
     """A number of CTAs that was not measured: log-log between its neighbours; below them, a CTA's rate is the limit."""
     measured = {
         variant.num_ctas: (variant, variant.curve)
-        for variant in kernel_variants(machine, fabric, workload.hidden, workload.world, workload.hosts)
+        for variant in kernel_variants(machine.untimed, fabric, workload.hidden, workload.world, workload.hosts)
         if variant.algorithm is algorithm and variant.transfer is transfer and variant.num_ctas
         if variant.curve is not None
     }

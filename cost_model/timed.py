@@ -1,0 +1,133 @@
+"""Times of local kernels at exact shapes, taken on the machine that a graph is compiled on, in place of its profile.
+
+A table of them is a part of the machine. A kernel that is in it takes what was timed. At another size of a kernel that
+is in it (more tokens, all else equal) the profile's curve holds the form and the timed sizes the height: the logarithm
+of timed / predicted is interpolated along log size, and fades beyond the outermost timed sizes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import exp, log
+from typing import Protocol
+
+from weaveopt.cost_model.timing import error_of
+
+FADE = log(4.0)
+"""Beyond the outermost timed sizes the correction is gone at this logarithm of the ratio: at four times the size a
+library may have picked another kernel."""
+
+ByProfile = Callable[[int], float]
+"""Size of a kernel -> what the profile says, in microseconds."""
+
+
+@dataclass(frozen=True, order=True)
+class KernelShape:
+    """A local kernel at exact sizes, as it is called."""
+
+    kernel: str
+    """`gemm`, `bmm`, `grouped_gemm`, or of attention its kernel and form: `attention sdpa masked`."""
+    dtype: str
+    size: int
+    """Size that grows with the token count: rows of a GEMM, queries of attention."""
+    rest: tuple[int, ...]
+    """All other sizes: `(k, n)` of a GEMM."""
+    layout: str = ""
+    """How the operands are stored; empty: as any graph stores them (candidates do not say)."""
+
+    def __str__(self) -> str:
+        sizes = "x".join(map(str, (self.size, *self.rest)))
+        return " ".join(word for word in (self.kernel, self.dtype, sizes, self.layout) if word)
+
+
+@dataclass(frozen=True, order=True)
+class KernelTime:
+    """The time of one kernel, in microseconds, and the spread of its single times."""
+
+    shape: KernelShape
+    us: float
+    spread: float = 0.0
+    """(third quartile - first quartile) / median."""
+
+    @property
+    def relative_error(self) -> float:
+        """Standard error of the time, relative to it."""
+        return error_of(self.spread)
+
+
+class KernelTimes(Protocol):
+    """Table that prices of local kernels are looked up in before the profile's curves."""
+
+    def us(self, shape: KernelShape, by_profile: ByProfile) -> float:
+        """Microseconds of a kernel; `by_profile` predicts it at any size."""
+        ...
+
+    def __hash__(self) -> int: ...
+
+
+class TimedKernels:
+    """A table of timed kernels: empty in profiles, filled where a graph is compiled on the devices that it runs on."""
+
+    def __init__(self, kernels: Iterable[KernelTime] = ()) -> None:
+        self.kernels: Mapping[KernelShape, KernelTime] = {each.shape: each for each in sorted(kernels)}
+        self._hash = hash(tuple(self.kernels.values()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TimedKernels) and self.kernels == other.kernels
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return f"TimedKernels({list(self.kernels.values())})"
+
+    def find(self, shape: KernelShape) -> KernelTime | None:
+        """The kernel as it is stored; of a shape without layout, the first layout that was timed."""
+        found = self.kernels.get(shape)
+        if found is not None or shape.layout:
+            return found
+        return self._by_size.get(replace(shape, size=0), {}).get(shape.size)
+
+    def us(self, shape: KernelShape, by_profile: ByProfile) -> float:
+        """Microseconds: as timed, else the profile's, corrected by the sizes of this kernel that were timed."""
+        if not self.kernels:
+            return by_profile(shape.size)
+        found = self.find(shape)
+        if found is not None:
+            return found.us
+        predicted = by_profile(shape.size)
+        # A layout that was not timed takes after the others.
+        series = self._by_size.get(replace(shape, size=0)) or self._by_size.get(replace(shape, size=0, layout=""), {})
+        return predicted * exp(_correction(series, shape.size, by_profile)) if series else predicted
+
+    @cached_property
+    def _by_size(self) -> dict[KernelShape, dict[int, KernelTime]]:
+        """Timed sizes, ascending, of each kernel with and without its layout."""
+        found: dict[KernelShape, dict[int, KernelTime]] = {}
+        for shape, kernel in self.kernels.items():
+            for layout in dict.fromkeys((shape.layout, "")):
+                found.setdefault(replace(shape, size=0, layout=layout), {}).setdefault(shape.size, kernel)
+        return {key: dict(sorted(sizes.items())) for key, sizes in found.items()}
+
+
+NOTHING_TIMED = TimedKernels()
+
+
+def _correction(series: Mapping[int, KernelTime], size: int, by_profile: ByProfile) -> float:
+    """log(timed / predicted) at a size, linear between timed sizes in the logarithm."""
+    sizes = [*series]
+    right = bisect_left(sizes, size)
+    if right in (0, len(sizes)):
+        end = sizes[min(right, len(sizes) - 1)]
+        return _ratio(series[end], by_profile) * max(0.0, 1.0 - abs(log(size / end)) / FADE)
+    low, high = sizes[right - 1], sizes[right]
+    share = log(size / low) / log(high / low)
+    return (1.0 - share) * _ratio(series[low], by_profile) + share * _ratio(series[high], by_profile)
+
+
+def _ratio(timed: KernelTime, by_profile: ByProfile) -> float:
+    predicted = by_profile(timed.shape.size)
+    return log(timed.us / predicted) if predicted > 0.0 else 0.0
