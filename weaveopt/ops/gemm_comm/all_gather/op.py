@@ -6,7 +6,7 @@
 
 `shard` holds this rank's [outer, inner] rows of `hidden` elements, `b` are [hidden, n] with an n for each GEMM, and an
 addend is [n], [tokens, n] or None. All are bf16, fp16 or fp32. `outer` is 1 where whole activations are gathered along
-their rows, the batch where each sequence is. The first result is empty [0] where call.hands_out_rows is not set, else
+their rows, the batch where each sequence is. The first result is empty [0] where call.returns_rows is false, else
 [tokens, hidden]; the others are [tokens, n]. `call` is an encoded `AllGatherGemmCall`.
 
 On `shm` a rank copies its shard into its segment and signals; the others copy it to its place as soon as they see that,
