@@ -24,7 +24,7 @@ GEMM = "gemm"
 # Where a profile has no row for a dtype: the row that stands in, and how many times slower that dtype runs.
 _STAND_INS: dict[str, tuple[str, float]] = {"float16": ("bfloat16", 1.0), "float64": ("float32", 2.0)}
 SPLITS = (1, 2, 4, 8)
-"""CTAs that may share the K-loop of a tile; their partial results meet in fp32 through memory."""
+"""CTAs that may share the K-loop of a tile; their partial results are added in fp32 through memory."""
 SHARPNESS = 4.0
 """Arithmetic and traffic overlap: their p-norm, nearly the larger of the two."""
 

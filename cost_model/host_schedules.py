@@ -24,7 +24,7 @@ class Payload(StrEnum):
     PARTIALS = "partials"
     """The partial results of each of the host's ranks, as they are: in the message's dtype."""
     SUMS = "sums"
-    """Sums of some ranks' partial results: never rounded on the way, fp32 (a wider dtype keeps its own)."""
+    """Sums of some ranks' partial results: never rounded between rounds, fp32 (a wider dtype keeps its own)."""
     TOTALS = "totals"
     """Finished sums, rounded once: in the message's dtype."""
 

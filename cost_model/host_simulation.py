@@ -124,7 +124,7 @@ class _Clock:
             else:
                 self._take_in(now_us, message)
         stuck = [rank for rank, state in enumerate(self.ranks) if state.waits_for]
-        assert not stuck, f"ranks {stuck} wait for what nobody sends"
+        assert not stuck, f"ranks {stuck} wait for messages that no rank sends"
         return max(state.free_us for state in self.ranks)
 
     def _plan(self, at_us: float, kind: _EventKind, message: _Message) -> None:

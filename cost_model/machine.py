@@ -190,7 +190,7 @@ class GemmCosts:
     tiles: tuple[GemmTile, ...] = ()
     rates: tuple[Rate, ...] = ()
     fill_us: float = 0.0
-    """Time of a wave apart from its arithmetic: the first loads and the last stores. Short K-loops pay it often."""
+    """Time of a wave in addition to its arithmetic: the first loads and the last stores. Short K-loops pay it often."""
     last_wave: float = 1.0
     """Time of a last wave with almost no tiles, of a full wave's."""
     samples: Samples | None = None
@@ -218,7 +218,7 @@ class MemoryCosts:
     bytes_per_s: float
     points: tuple[Point, ...] = ()
     norms: tuple[RowCurve, ...] = ()
-    """Kernels that reduce rows, where they were measured apart."""
+    """Kernels that reduce rows, where they were measured separately."""
 
 
 @dataclass(frozen=True)

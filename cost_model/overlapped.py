@@ -130,7 +130,7 @@ def _at_size_us(curves: tuple[Curve, ...], message: Message, depth: int, waves: 
     """
     size = message.bytes
     plain_us = interpolate_us(at_row(curves, message.row).points, size)
-    # A profile need not tell of SMs, nor at which length of rows a time was measured.
+    # A profile may omit the SMs, and the length of rows at which a time was measured.
     here = waves(message.tokens, message.row, depth)
     if here == 0 or not all(curve.row for curve in curves):
         return plain_us

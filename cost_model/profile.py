@@ -35,7 +35,7 @@ def load(name_or_path: str) -> Machine:
     text = os.fspath(name_or_path)
     if text in names():
         return _shipped(text)
-    path = Path(os.path.expanduser(text))  # which keeps a `~` that stands for nobody, and `isfile` raises nothing
+    path = Path(os.path.expanduser(text))  # which keeps a `~` without such a user, and `isfile` raises nothing
     if path.suffix != ".json" and os.sep not in text and not os.path.isfile(path):
         raise ProfileError(f"machine {text!r}: neither a shipped profile nor a JSON file; {closest(text, names())}")
     return _machine(path, shipped=False)

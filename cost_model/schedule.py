@@ -18,7 +18,7 @@ from weaveopt.records.task import Stream, Task
 Pair = tuple[Stream, Stream]
 """Two streams, in the order of `Stream`."""
 Contention = Callable[[Task, Task], tuple[float, float] | None]
-"""Slowdown of two tasks, in the order of their streams, while both run; None where nobody measured it."""
+"""Slowdown of two tasks, in the order of their streams, while both run; None if it was not measured."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Schedule:
 
     intervals: tuple[Interval, ...]
     not_measured: frozenset[Pair] = frozenset()
-    """Pairs of streams that ran at once though nobody measured their contention. Such tasks were taken not to slow each
-    other down, so `us` is a lower bound; `serial` gives the upper one."""
+    """Pairs of streams that ran at once although their contention was not measured. Such tasks were taken not to slow
+    each other down, so `us` is a lower bound; `serial` gives the upper one."""
 
     @property
     def us(self) -> float:
@@ -153,7 +153,7 @@ class _Simulation:
     def slow_down(self) -> None:
         """Set the factors of everything that runs from now on."""
         factors = dict.fromkeys(self._running, 1.0)
-        # A kernel of no length disturbs nobody.
+        # A kernel of no length slows no other one down.
         busy = [stream for stream in Stream if stream in self._running and self._task(stream).us > 0]
         for a, b in combinations(busy, 2):
             found = self._between(self._task(a), self._task(b))

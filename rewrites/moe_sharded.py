@@ -245,7 +245,7 @@ def _call(chosen: Chosen, context: Context, channel: int = 0) -> ExpertExchangeC
     call = replace(_with_fabric(_given(node), facts, lowered), channel=channel)
     if facts.same_tokens:
         return replace(call, site=chosen.found.site.id, timeout_s=config.timeout_s)
-    # In the middle of its calls a rank may meet one that compiles for another batch.
+    # Between its calls a rank may synchronize with one that compiles for another batch.
     timeout_s = max(config.timeout_s, config.compile_timeout_s)
     return replace(call, timeout_s=timeout_s, arena_bytes=config.arena_bytes)
 

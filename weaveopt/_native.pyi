@@ -5,7 +5,7 @@ from typing_extensions import Buffer
 MAX_WORLD: int
 MAX_CTAS: int
 HEADER_BYTES: int
-"""What a GPU arena begins with; its buffers come behind it."""
+"""Header of a GPU arena; the buffers follow it."""
 NUM_CHANNELS: int
 NUM_MAILBOXES: int
 TAG_FIELD_BITS: int
@@ -179,7 +179,7 @@ class AllReduceNorm:
     def status(self) -> Status: ...
     def enter(self, tokens: int, /) -> int: ...
     def abandon(self) -> None:
-        """Ends a call that this thread entered and did not run, if there is one; peers that wait for it are told."""
+        """Ends a call that this thread entered and did not run, if there is one, and signals peers that wait for it."""
     def run(
         self,
         tokens: int,
@@ -560,7 +560,7 @@ class GemmReduceScatter:
     def next_parity(self) -> int: ...
     def enter(self, tokens: int) -> int: ...
     def abandon(self) -> None:
-        """Ends a call that this thread entered and did not run, if there is one; peers that wait for it are told."""
+        """Ends a call that this thread entered and did not run, if there is one, and signals peers that wait for it."""
     def run(self, tokens: int, outer: int, inner: int, row: int, scale: float, out: int, num_threads: int) -> int: ...
 
 class AllGatherGemm:

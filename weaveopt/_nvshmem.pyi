@@ -31,7 +31,7 @@ class HostsPlace:
     num_bytes: int
 
 class HostsPlaces:
-    """Where the buffers of `_native.host_buffers` lie, by their names without `host_`."""
+    """Offsets of the buffers of `_native.host_buffers`, by their names without `host_`."""
 
     def __init__(self) -> None: ...
     inbox: HostsPlace

@@ -119,7 +119,7 @@ def weave(
         hooks = rules.inductor_hooks()
         make, counted = partial(seams.compile_alone, hooks=hooks), set[str]()
 
-        # Inductor's own signature: what it passes is handed on untouched.
+        # Inductor's own signature: what it passes is passed on unchanged.
         def optimize_and_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
             done = optimize(module, inputs, GraphPass.of(arguments), config, entry, rules, make)
             compile_graph = partial(seams.compile_graph, module, inputs, arguments, hooks)

@@ -69,7 +69,7 @@ _texts: weakref.WeakKeyDictionary[fx.Graph, str] = weakref.WeakKeyDictionary()
 
 
 def watched(compiled: Callable[..., object]) -> Callable[..., object]:
-    """Wrap `compiled` so that each call logs the operators of weaveopt that it runs; unchanged if nobody listens."""
+    """Wrap `compiled` so that each call logs the operators of weaveopt that it runs; unchanged if the log is off."""
     if not LOGGER.isEnabledFor(CALLS):
         return compiled
 

@@ -62,7 +62,7 @@ def read(text: str, wrong: Callable[[str, object, str], Exception] | None = None
     try:
         value: Json = msgspec.json.Decoder(float_hook=float).decode(text)
         _check(value, "", wrong or _does_not_fit)
-        # msgspec keeps the last of two fields with one name, which nobody means.
+        # msgspec keeps the last of two fields with one name, which is a mistake.
         repeated = _repeated(json.loads(text, object_pairs_hook=_Object))
     except RecursionError:
         raise JsonError("not JSON that can be read: nested too deeply") from None

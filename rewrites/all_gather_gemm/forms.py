@@ -153,7 +153,9 @@ def form_refused(facts: GatherFacts, form: AllGatherGemmMatch) -> tuple[Rejectio
         reasons.append(Rejection("addend_not_supported", "the kernel adds a bias, and no rows, to what its GEMM makes"))
     if form.outer != 1:
         values = (("outer", facts.outer),)
-        reasons.append(Rejection("blocks_not_supported", "the kernel takes shards whose rows lie together", values))
+        reasons.append(
+            Rejection("blocks_not_supported", "the kernel supports shards whose rows are contiguous", values)
+        )
     if any(gemm.transposed_b is None for gemm in form.gemms):
         reasons.append(Rejection("weight_layout", "the kernel reads weights that are stored [n, hidden]"))
     return tuple(reasons)

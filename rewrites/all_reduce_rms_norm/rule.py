@@ -11,7 +11,7 @@ Unfused, on every rank of a group::
 Fused: `weave::mm_all_reduce_norm` lets the GEMM write into the arena and does the rest in one pass. On `peer` the
 kernel sends rows from wherever they are: there the GEMM stays in the graph, where Inductor picks its kernel, and
 `weave::all_reduce_norm` does the rest. Where only FP8 linears read the normalized rows, on GPUs the op quantizes them
-too (`weave::all_reduce_norm_quant`). Two all-reduces that meet in one sum become one.
+too (`weave::all_reduce_norm_quant`). Two all-reduces whose results are added become one.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class CausalAttentionPlan:
 
 @dataclass(frozen=True)
 class CausalAttentionTerms:
-    """Facts of the host that proposals depend on, apart from the site."""
+    """Facts of the host that proposals depend on, in addition to the site."""
 
     surroundings: KernelContext
     has_triton: bool = True
@@ -126,7 +126,7 @@ def _lowered(form: AttentionImplementation, facts: AttentionFacts) -> CausalAtte
         return CausalAttentionPlan(form, num_keys=mask.filled(facts.keys) % facts.keys)
     # weaveopt's kernel has no window of its own, for one query neither.
     if mask.kind is MaskKind.CHUNKED or (form is AttentionImplementation.MASKED and mask.kind is MaskKind.WINDOW):
-        why = Rejection("mask_not_supported", "the kernel knows no such mask", (("mask", str(mask)),))
+        why = Rejection("mask_not_supported", "the kernel does not support this mask", (("mask", str(mask)),))
         return read if can_read else why
     last = facts.queries + mask.offset
     if mask.offset < 0 or last > mask.filled(facts.keys):
@@ -162,7 +162,7 @@ def _against(
         yield Rejection("head_size", "the kernel takes head sizes of at most 256", heads)
     if form in (AttentionImplementation.CUDNN, AttentionImplementation.CPU) and lowered.causal:
         if lowered.window:
-            yield Rejection("mask_not_supported", "the kernel knows no windows", (("window", lowered.window),))
+            yield Rejection("mask_not_supported", "the kernel does not support windows", (("window", lowered.window),))
         elif facts.queries != keys:
             values = (("queries", facts.queries), ("keys", keys))
             yield Rejection(

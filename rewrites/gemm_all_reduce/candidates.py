@@ -33,7 +33,7 @@ from weaveopt.rewrites.reduction.workload import workload_of
 from weaveopt.sites.reduction.matcher import ReductionFacts
 
 RULE = "gemm_all_reduce"
-UNFUSED_NORM = "norm apart: the sum is handed out whole and alone, and every rank normalizes it in the graph"
+UNFUSED_NORM = "norm apart: the kernel returns the unsharded sum alone, and every rank normalizes it in the graph"
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class GemmAllReduceMatch:
 
 @dataclass(frozen=True)
 class GemmAllReduceTerms:
-    """Inputs of the candidates apart from the site: equal for all sites of a group in one compile."""
+    """Inputs of the candidates other than the site: equal for all sites of a group in one compile."""
 
     topology: Topology
     machine: Machine
@@ -220,7 +220,7 @@ def tile_notes(lowered: GemmAllReducePlan) -> tuple[str, ...]:
     if lowered.unfused_norm:
         notes.append(UNFUSED_NORM)
     elif lowered.workload.has_norm and lowered.workload.sum_is_used and not lowered.sum_sharded:
-        notes.append("gather: the whole sum is handed out too, which others read")
+        notes.append("gather: the unsharded sum is returned too, which other nodes read")
     if lowered.aliases_arena:
         notes.append("no copy: normalized rows are read in the arena, where peers write them")
     return tuple(notes)
@@ -267,12 +267,12 @@ def _candidate(best: Chunked, form: GemmAllReduceMatch, lowered: GemmAllReducePl
 
 
 def _notes(best: Chunked, form: GemmAllReduceMatch) -> tuple[str, ...]:
-    workload, when = form.workload, "beside" if best.exchange.contention is not None else "before"
+    workload, when = form.workload, "concurrently with" if best.exchange.contention is not None else "before"
     notes = [f"chunks: rows go {best.rows[0]} at a time, the exchange of each {when} the GEMM of the next"]
     if form.unfused_norm:
         notes.append(UNFUSED_NORM)
     elif workload.has_norm and workload.sum_is_used and best.exchange.algorithm is Algorithm.TWO_SHOT:
-        notes.append("gather: chunks are divided among ranks one by one, so the whole sum is handed out too")
+        notes.append("gather: each chunk is divided among the ranks, so the unsharded sum is returned too")
     return tuple(notes)
 
 

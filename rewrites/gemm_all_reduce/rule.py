@@ -67,8 +67,8 @@ class GemmAllReduce:
         if refused or (norm_refused and structure.reduced.post is not None):
             reasons = (*refused, *norm_refused)
             return () if usable_only else (Proposal(Candidate(RULE, rejections=reasons)),)
-        whole, apart = (_tiles_refused(found, structure, takes_norm) for takes_norm in (True, False))
-        known = GemmAllReduceTerms(context.topologies[facts.group], context.machine, bool(norm_refused), whole, apart)
+        fused, unfused = (_tiles_refused(found, structure, takes_norm) for takes_norm in (True, False))
+        known = GemmAllReduceTerms(context.topologies[facts.group], context.machine, bool(norm_refused), fused, unfused)
         taken_in = (Proposal(Candidate(RULE, rejections=norm_refused)),) if norm_refused and not usable_only else ()
         return (
             *taken_in,
@@ -178,7 +178,7 @@ def _gemm_refused(facts: ReductionFacts, structure: Reduction) -> tuple[Rejectio
     """Why the site's GEMM cannot be taken in; facts decide, so that sites of one kind agree."""
     partials = structure.reduced.partials
     if facts.num_partials > 1:
-        message = "all-reduces that meet in one sum have no single GEMM"
+        message = "all-reduces whose results are added have no single GEMM"
         return (Rejection("several_partials", message, (("num_partials", facts.num_partials),)),)
     if facts.gemm_depth == 0:
         source = skip_shapes(partials[0])
@@ -191,7 +191,7 @@ def _gemm_refused(facts: ReductionFacts, structure: Reduction) -> tuple[Rejectio
         if gemm.has_factors:
             return (Rejection("gemm_is_scaled", "alpha or beta of the GEMM are not 1", (("gemm", source.name),)),)
         values = (("gemm", source.name),)
-        return (Rejection("read_by_others", "the partial result is needed beside its sum", values),)
+        return (Rejection("read_by_others", "the partial result is read in addition to its sum", values),)
     if facts.gemm_has_bias:
         message = "the GEMM adds a bias before the reduction, which the operation does not take"
         return (Rejection("bias_not_supported", message),)

@@ -60,9 +60,11 @@ def form_rejections(
     if takes_norm and reduced.norm is not None:
         kind = reduced.norm.form.kind
         if kind is not NormKind.RMS:
-            reasons.append(Rejection("norm_not_supported", "the kernel knows RMS norms", (("kind", kind.value),)))
+            reasons.append(
+                Rejection("norm_not_supported", "the kernel supports RMS norms only", (("kind", kind.value),))
+            )
         if reduced.norm.bias is not None:
-            reasons.append(Rejection("norm_not_supported", "the kernel knows no bias of a norm"))
+            reasons.append(Rejection("norm_not_supported", "the kernel does not support a norm with a bias"))
     return tuple(reasons)
 
 
@@ -85,7 +87,7 @@ def size_rejections(workload: Workload) -> list[Rejection]:
     out_dtype = workload.out_dtype or workload.dtype
     if workload.dtype not in TILE_DTYPES or out_dtype != workload.dtype:
         values_of = (("dtype", workload.dtype), ("normalized", out_dtype))
-        message = "the kernel takes bf16 or fp16, and hands rows out in the same"
+        message = "the kernel supports bf16 and fp16, and returns rows in the dtype of its input"
         reasons.append(Rejection("dtype_not_supported", message, values_of))
     return reasons
 

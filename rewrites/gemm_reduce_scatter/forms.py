@@ -84,9 +84,11 @@ def _against(facts: ScatterFacts, structure: Scattered) -> Iterator[Rejection]:
         yield Rejection("gemm_not_supported", "the operation multiplies no FP8 operands with scales of their own")
     if facts.dtype != facts.gemm_dtype:
         values = (("gemm", facts.gemm_dtype), ("travels", facts.dtype))
-        yield Rejection("dtype_changes", "what travels is cast behind the GEMM, which writes where peers read", values)
+        yield Rejection(
+            "dtype_changes", "the GEMM's result is cast before it is sent, and the GEMM writes where peers read", values
+        )
     if facts.has_addend and any(partial.scale != 1.0 for partial in structure.partials):
-        yield Rejection("addend_not_scaled", "what is added behind the scale would be scaled by the operation too")
+        yield Rejection("addend_not_scaled", "what is added after the scale would be scaled by the operation too")
     if facts.num_partials == 1:
         return
     epilogue = (("bias", facts.has_bias_after), ("scale", facts.has_scale_after), ("norm", facts.has_post_norm))
@@ -107,7 +109,7 @@ def form_refused(facts: ScatterFacts, form: GemmReduceScatterMatch) -> tuple[Rej
         reasons.append(Rejection("columns_not_supported", "the kernel sends rows, and columns are cut"))
     elif form.outer != 1:
         values = (("outer", facts.outer),)
-        reasons.append(Rejection("blocks_not_supported", "the kernel's owners have rows that lie together", values))
+        reasons.append(Rejection("blocks_not_supported", "the kernel's owners have contiguous rows", values))
     if any(gemm.transposed_b is None for gemm in form.gemms):
         reasons.append(Rejection("weight_layout", "the kernel reads weights that are stored [hidden, k]"))
     return tuple(reasons)

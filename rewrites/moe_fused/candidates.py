@@ -149,7 +149,7 @@ def _against_hopper(facts: MixtureFacts, host: Host) -> Iterator[Rejection]:
 
 def _against_wide(mixture: Mixture) -> Iterator[Rejection]:
     if mixture.transposed:
-        yield Rejection("weight_layout", "these kernels take weights that lie as [experts, out, in]")
+        yield Rejection("weight_layout", "these kernels support weights stored as [experts, out, in]")
 
 
 def _no_time(machine: Machine, mixture: Mixture, variant: str) -> Rejection:

@@ -36,7 +36,7 @@ def begun_tasks(candidate: Candidate, lowered: FusedReductionPlan, structure: Re
 
 
 def _first_reader(structure: Reduction) -> fx.Node | None:
-    """The first node that reads a result of the site; None where nobody does."""
+    """The first node that reads a result of the site; None if there is none."""
     reduced = structure.reduced
     results = [reduced.total, *((reduced.norm.output,) if reduced.norm is not None else ())]
     inside = structure.interior | reduced.passed
@@ -44,7 +44,7 @@ def _first_reader(structure: Reduction) -> fx.Node | None:
 
 
 def may_overlap(found: FoundSite) -> bool:
-    """True if GEMMs or attention lie between the collective of a site and the first reader of its results: kernels
+    """True if GEMMs or attention are between the collective of a site and the first reader of its results: kernels
     that are long enough to hide an exchange."""
     structure = found.structure
     assert isinstance(structure, Reduction), f"{found.site.id}: no reduction"

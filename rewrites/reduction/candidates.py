@@ -86,7 +86,7 @@ Found = tuple[Candidate, FusedReductionPlan]
 
 @dataclass(frozen=True)
 class FusedReductionTerms:
-    """Inputs of the candidates apart from the site: equal for all sites of a group in one compile."""
+    """Inputs of the candidates other than the site: equal for all sites of a group in one compile."""
 
     rule: str
     between_hosts: bool

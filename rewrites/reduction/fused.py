@@ -132,9 +132,11 @@ def notes_of(lowered: FusedReductionPlan, facts: object) -> tuple[str, ...]:
             why = f"the kernels take rows of a multiple of {FP8_ROW_ALIGNMENT} elements (hidden {facts.hidden})"
         notes.append(f"e4m3 rows are made of the normalized ones in the graph: {why}")
     if lowered.unfused_norm:
-        notes.append("norm apart: the sum is handed out whole and alone, and every rank normalizes it in the graph")
+        notes.append(
+            "norm apart: the kernel returns the unsharded sum alone, and every rank normalizes it in the graph"
+        )
     elif _gathers(lowered):
-        notes.append("gather: two-shot hands out the whole sum too, which others read")
+        notes.append("gather: two-shot returns the unsharded sum too, which other nodes read")
     if lowered.aliases_arena:
         notes.append("no copy: normalized rows that come in bulk are read in the arena, where peers write them")
     return tuple(notes)

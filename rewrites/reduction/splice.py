@@ -87,7 +87,7 @@ def summed(graph: fx.Graph, values: tuple[fx.Node, ...]) -> fx.Node | None:
         value = tensor_of(node)
         assert first is not None and value is not None
         if value.ndim != first.ndim:
-            sizes = shape_of(graph, nodes[0])  # which may become nodes behind it
+            sizes = shape_of(graph, nodes[0])  # which may become nodes after it
             position = last_of(graph, [node, nodes[0], *(size for size in sizes if isinstance(size, fx.Node))])
             node = call_after(graph, position, aten.view.default, (node, sizes), like=node)
         total = call_after(graph, last_of(graph, [total, node]), aten.add.Tensor, (total, node), like=total)
@@ -98,7 +98,7 @@ def rounding(rule: str, reduced: Reduced, quantized: Quantized | None) -> tuple[
     """Changes of rounding by a rewrite, a line each."""
     lines = ["partial results are summed in fp32 and rounded once, after the residual"]
     if len(reduced.collectives) > 1:
-        lines.append("partial results that meet in one sum are added before the reduction")
+        lines.append("partial results of one sum are added before the reduction")
     if reduced.scale_tensor is not None or reduced.scale != 1.0:
         lines.append("the scaled sum is not rounded before the residual is added")
     return tuple(f"{rule}: {line}" for line in (*lines, *(quantized.rounding if quantized else ())))

@@ -76,7 +76,7 @@ def form_of(facts: ReductionFacts, structure: Reduction) -> ShardNormMatch | tup
         reasons.append(Rejection("dtype_not_supported", message, (("op", describe(norm.output)),)))
     strided = next((each for each in reduced.residuals if not _is_contiguous(each)), None)
     if strided is not None:
-        message = "rows of a residual do not lie one behind the other"
+        message = "rows of a residual are not contiguous"
         reasons.append(Rejection("layout_not_supported", message, (("node", strided.name),)))
     if reasons or rows_dtype is None:
         return tuple(dict.fromkeys(reasons))
@@ -112,23 +112,23 @@ def _gemm_of(partial: fx.Node) -> MatchedGemm | Rejection:
         return Rejection("gemm_not_supported", "the GEMM has scales of its own, or alpha and beta", values)
     if made.addend is not None:
         return Rejection("addend_not_supported", "the GEMM adds rows to its result", values)
-    return Rejection("read_by_others", "the partial result is needed beside its sum", values)
+    return Rejection("read_by_others", "the partial result is read in addition to its sum", values)
 
 
 def _against_readers(readers: Readers) -> Iterator[Rejection]:
     if readers.others or not readers.gemms:
         others = ", ".join(sorted({describe(each) for each in readers.others})) or "nothing"
-        message = "the normalized rows are read by something beside GEMMs, which needs them whole"
+        message = "the normalized rows have readers other than GEMMs, which need all of them"
         yield Rejection("read_by_others", message, (("read_by", others),))
     for gemm in readers.gemms:
         values: Values = (("gemm", gemm.node.name),)
         if gemm.is_scaled or gemm.has_factors:
-            yield Rejection("gemm_not_supported", "a GEMM behind the norm has scales, or alpha and beta", values)
+            yield Rejection("gemm_not_supported", "a GEMM after the norm has scales, or alpha and beta", values)
         if gemm.addend is not None:
-            yield Rejection("addend_not_supported", "a GEMM behind the norm adds rows to its result", values)
+            yield Rejection("addend_not_supported", "a GEMM after the norm adds rows to its result", values)
         late = [each for each in (gemm.b, gemm.bias) if each is not None and not may_be_weight(each)]
         if late:
-            message = "what a GEMM behind the norm multiplies by is not made of the graph's inputs alone"
+            message = "the weight of a GEMM after the norm is not computed from the graph's inputs alone"
             yield Rejection("operand_not_ready", message, (("node", late[0].name),))
 
 
@@ -178,9 +178,9 @@ def against_norm(
     yield from _against_residuals(facts, reduced)
     norm = form.norm
     if norm.form.kind is not NormKind.RMS:
-        yield Rejection("norm_not_supported", "the kernel knows RMS norms", (("kind", norm.form.kind.value),))
+        yield Rejection("norm_not_supported", "the kernel supports RMS norms only", (("kind", norm.form.kind.value),))
     if norm.bias is not None:
-        yield Rejection("norm_not_supported", "the kernel knows no bias of a norm")
+        yield Rejection("norm_not_supported", "the kernel does not support a norm with a bias")
     if norm.weight is not None and _dtype(norm.weight) not in (facts.dtype, "float32"):
         message = "the norm's weight is neither of the rows' dtype nor fp32"
         yield Rejection("dtype_not_supported", message, (("dtype", _dtype(norm.weight)),))

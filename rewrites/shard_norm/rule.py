@@ -68,7 +68,7 @@ class WidenedSum:
 
     @property
     def term(self) -> str:
-        return "widen"
+        return "unshard_copy"
 
     @property
     def key(self) -> Hashable:
@@ -291,7 +291,9 @@ def _rounding(facts: ReductionFacts, structure: Reduction, lowered: ShardNormPla
     once = "and rounded once, with the residual in them" if lowered.takes_norm else "and rounded once"
     lines = [f"{RULE}: partial results are summed over the ranks in fp32, in their order, {once}"]
     if facts.num_partials > 1:
-        lines.append(f"{RULE}: GEMMs whose results meet in one sum are added on each rank before the reduce-scatter")
+        lines.append(
+            f"{RULE}: results of GEMMs that are added to one sum are added on each rank before the reduce-scatter"
+        )
     return tuple(lines)
 
 

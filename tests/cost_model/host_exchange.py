@@ -68,7 +68,7 @@ def execute(algorithm: str, own: list[Array], ranks_per_host: int = 1) -> Execut
         has_sent[host] = False
         ready.append(host)
     stuck = [host for host in range(hosts) if at[host] < len(schedules[host].rounds)]
-    assert not stuck, f"{algorithm}: hosts {stuck} wait for what nobody sends"
+    assert not stuck, f"{algorithm}: hosts {stuck} wait for messages that no rank sends"
     assert not any(wires.values()), f"{algorithm}: messages that nobody receives"
     return found
 

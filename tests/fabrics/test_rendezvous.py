@@ -114,6 +114,6 @@ def test_a_rank_stuck_in_torchs_rendezvous_ends_with_the_timeout() -> None:
     one, other = run_ranks(run_stuck, 2)
     assert one == other
     for first, again in one:
-        assert "rank 0: torch's symmetric memory did not meet all ranks within 1 s" in first
+        assert "rank 0: the rendezvous for torch's symmetric memory did not complete within 1 s" in first
         assert "rank 1: no permission to map the memory of rank 0" in first and "how it came" not in first
         assert "rank 0: an earlier rendezvous of torch's symmetric memory failed" in again

@@ -381,7 +381,7 @@ def test_call_survives_its_encoding() -> None:
     ("change", "message"),
     [
         ({"output_offset": -64}, "before the transient zone"),
-        ({"normalized_aliases_arena": True}, "shm has no arena in which normalized rows could lie"),
+        ({"normalized_aliases_arena": True}, "shm has no arena for normalized rows"),
         ({"fabric": Fabric.NVSHMEM}, "does not end at"),
         ({"out_dtype": "float16"}, "is not supported"),
         ({"norm": None, "sum_out": SumOut.NONE}, "neither norm nor sum"),

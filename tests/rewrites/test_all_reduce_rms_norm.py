@@ -54,7 +54,7 @@ EXPECTED = {
     "read_by_several": "all_reduce(partial); no norm: none over the hidden dimension follows",
     "other_work": "all_reduce(partial) + residual; no norm: none over the hidden dimension follows",
     "residual_in_fp32": "all_reduce(partial); no norm: the addition changes the dtype or shape of the reduced value",
-    "heads_normed": "all_reduce(partial); no norm: a view takes the hidden dimension apart before the norm",
+    "heads_normed": "all_reduce(partial); no norm: a view splits the hidden dimension before the norm",
     "normed_in_double": "all_reduce(partial) + residual -> rms_norm(eps=1e-06)",
 }
 

@@ -231,7 +231,7 @@ def test_a_sum_stays_sharded_between_both_rules(graphs: list[fx.Graph]) -> None:
     [full_size] = [node for node in graphs[0].nodes if node.target is torch.ops.aten.constant_pad_nd.default]
     assert tuple(full_size.meta["val"].shape) == (64, H) and full_size.args[1] == [0, 0, 0, 32]
     middle = {term.name: term.us for term in report.decisions[1].chosen.estimate.terms}  # type: ignore[union-attr]
-    assert middle["widen"] > 0.0 and middle.get("gather", 0.0) == pytest.approx(0.0, abs=1e-6)
+    assert middle["unshard_copy"] > 0.0 and middle.get("gather", 0.0) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_rows_filled_up_are_not_divided_as_other_rules_do(graphs: list[fx.Graph]) -> None:

@@ -270,6 +270,6 @@ def test_a_sum_stays_sharded_between_both_rules(reported: Reported, graphs: list
     assert call.replicated == "norm_weight", "no rank has all rows of the residual"
     assert call.full_size_sum and not scatter_calls(graphs[-1])
     assert not [each for each in graphs[-1].nodes if each.target is torch.ops.aten.constant_pad_nd.default]
-    assert "widen" not in {term.name for term in report.decisions[1].chosen.estimate.terms}
+    assert "unshard_copy" not in {term.name for term in report.decisions[1].chosen.estimate.terms}
     last = next(each for each in reversed(graphs[-1].nodes) if "all_reduce_norm" in str(each.target))
     assert any(skip_shapes(each).args == (node, 1) for each in last.all_input_nodes), "its residual is that sum"

@@ -86,7 +86,7 @@ def _largest(group: str, values: list[float], timeout_s: float) -> list[float]:
     channel = topology.exchange(group, timeout_s)
     answers = channel.gather({"values": json.dumps(values)}, WHAT, timeout_s)
     rows = [json.loads(str(each["values"])) for each in answers]
-    assert len({len(row) for row in rows}) == 1, f"ranks of {group!r} told {[len(row) for row in rows]} values"
+    assert len({len(row) for row in rows}) == 1, f"ranks of {group!r} sent {[len(row) for row in rows]} values"
     return [max(column) for column in zip(*rows, strict=True)]
 
 

@@ -144,7 +144,9 @@ def run(asked: CalibrateArguments) -> int:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     except (dist.DistError, ValueError) as error:  # no MASTER_ADDR, a port in use, a rank that does not come
         words = " ".join(str(error).split())[:300]
-        raise OptionError(f"the ranks do not meet: {words}; start them with torchrun or accelerate launch") from error
+        raise OptionError(
+            f"the ranks do not synchronize: {words}; start them with torchrun or accelerate launch"
+        ) from error
     _measure(asked, device, base)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -309,11 +309,11 @@ def _fabrics() -> tuple[Check, ...]:
         if on_gpus and not torch.cuda.is_available():
             checks.append(Check(name, Status.NOTE, "joins GPUs; there is none"))
             continue
-        apart = gpus.pair_without_access() if on_gpus else None
+        without_access = gpus.pair_without_access() if on_gpus else None
         hosts = ("here", "here") if TRAITS[fabric].within_host else ("here", "there")
         described = [gpus.describe(index) for index in range(torch.cuda.device_count())] if on_gpus else []
         refused = gpus.no_multicast(described, range(len(described)))
-        here = Topology(Group("0", (0, 1), 0), hosts, device, no_peer_access=apart, no_multicast=refused)
+        here = Topology(Group("0", (0, 1), 0), hosts, device, no_peer_access=without_access, no_multicast=refused)
         rejection = dict(here.fabrics())[fabric]
         if rejection is None:
             reached = "reaches every rank of this host" if here.num_hosts == 1 else "joins ranks of several hosts"

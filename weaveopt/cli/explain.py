@@ -192,7 +192,7 @@ def _few_collections() -> Iterator[None]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """A bar over the steps on a terminal's standard error; nothing where nobody watches."""
+    """A bar over the steps on a terminal's standard error; nothing where standard error is no terminal."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

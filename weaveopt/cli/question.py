@@ -148,8 +148,10 @@ def question(args: argparse.Namespace) -> ExplainArguments:
 
 
 def _check_comparison(asked: ExplainArguments) -> None:
-    apart = ("compare", "format", "output", "model")
-    given = [f"--{field.name}" for field in fields(asked) if field.name not in apart and getattr(asked, field.name)]
+    independent = ("compare", "format", "output", "model")
+    given = [
+        f"--{field.name}" for field in fields(asked) if field.name not in independent and getattr(asked, field.name)
+    ]
     if asked.model is not None or given:
         words = "MODEL" if asked.model is not None else ", ".join(given)
         raise OptionError(f"--compare reads two reports and captures nothing: it cannot go with {words}")

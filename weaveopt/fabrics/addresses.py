@@ -11,7 +11,7 @@ from weaveopt.config import variable
 from weaveopt.errors import ArenaError
 
 _ELSEWHERE = "192.0.2.1"
-"""An address that is nobody's (RFC 5737): what leads there leads to other hosts."""
+"""An address that no host has (RFC 5737): what leads there leads to other hosts."""
 _SIOCGIFADDR = 0x8915
 
 
@@ -32,7 +32,7 @@ def own_address() -> str:
         raise ArenaError("which address leads to the other hosts is not known: set WEAVE_ADDRESS (or MASTER_ADDR)")
     try:
         found = _leads_to(store)
-        # On the store's own host its name may stand for the loopback (127.0.1.1), where nobody else comes.
+        # On the store's own host its name may stand for the loopback (127.0.1.1), which no other host reaches.
         if _is_loopback(found) and not _is_loopback(store):
             found = _leads_to(_ELSEWHERE)
     except OSError as error:

@@ -8,7 +8,7 @@ pair the higher rank connects:
     connector -> HMAC of the same, of the other direction
 
 Whoever has not done that within `_STRANGER_S`, in however many pieces, is not heard any further: the connection is
-closed. One thread hears all who come, as far as each has spoken, so nobody waits for anybody else.
+closed. One thread hears all who come, as far as each has spoken, so no peer waits for another.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MOST_HEARD = 256
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 """Errors of `accept` that pass."""
 _BROKEN = {errno.EBADF, errno.EINVAL, errno.ENOTSOCK, errno.EOPNOTSUPP}
-"""Errors of a listener that nobody can come to any more; all others are of the one who came."""
+"""Errors of a listener that accepts no further peer; all others concern the peer that connected."""
 _LOOK_S = 0.05
 _CONNECTING_S = 30.0
 """Time to connect. All ranks have arrived by then: one that cannot be reached in this time is blocked by a firewall."""
@@ -233,7 +233,7 @@ class _ConnectionSetup:
                 self._make_room(selector)
                 self._all_found.wait(_LOOK_S)
             elif error.errno in _BROKEN:
-                self.errors.append(f"nobody can come any more: {error}")
+                self.errors.append(f"no peer can connect any more: {error}")
                 selector.unregister(listener)
             return
         if len(self._visits) >= _MOST_HEARD:

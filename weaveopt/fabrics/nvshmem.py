@@ -175,9 +175,9 @@ def _make(topology: Topology, layout: Layout, channel: RecordExchange, timeout_s
         made: _nvshmem.NvshmemGroup = module().NvshmemGroup(device, num_bytes, [_host(name) for name in topology.hosts])
         with lasting_tensors():
             memory = torch.as_tensor(_AllocatedMemory(made.address, num_bytes), device=torch.device("cuda", device))
-        apart = [topology.group.ranks[rank] for rank in hosts.ranks[hosts.own] if not made.is_direct(rank)]
-        if apart:
-            raise ArenaError(f"the memory of ranks {apart} of the same host is not mapped here")
+        unmapped = [topology.group.ranks[rank] for rank in hosts.ranks[hosts.own] if not made.is_direct(rank)]
+        if unmapped:
+            raise ArenaError(f"the memory of ranks {unmapped} of the same host is not mapped here")
         native = cast("_native.PeerGroup", made)  # the arena asks for no more than both have
     except Exception as failure:
         error = one_line(failure)

@@ -1,15 +1,15 @@
 """The transport of fabrics `peer` and `multimem`: GPUs of one host, one arena per rank of a group, mapped by all peers.
 
 See `weaveopt.fabrics.arena`. An arena that is replaced by a larger one is given back, unless a CUDA graph was captured
-with it: the graph holds its addresses, and nobody knows who holds the graph, so such an arena stays as long as the
+with it: the graph holds its addresses, and its owner is not known here, so such an arena stays as long as the
 process group.
 
 A rank gives its part back while peers may still store into it: their signals for a call that is over here already.
 Those stores hit memory that is still there. A rank's part is one allocation (cuMemCreate) that every peer has imported
 and mapped, and it lives until the last of them has unmapped it, which each does after waiting for its own kernels
-(torch's AllocationRef synchronizes the device first). That wait ends: ranks met to make the larger arena, so all of
-them have launched every call of the old one. The memory itself comes from torch's symmetric memory (backend CUDA).
-For plans on `multimem` torch maps it by NVLink multicast too, and the arena's first calls are checked
+(torch's AllocationRef synchronizes the device first). That wait ends: ranks synchronized to make the larger arena, so
+all of them have launched every call of the old one. The memory itself comes from torch's symmetric memory (backend
+CUDA). For plans on `multimem` torch maps it by NVLink multicast too, and the arena's first calls are checked
 (`weaveopt.fabrics.multicast`); for others, and where `TORCH_SYMM_MEM_DISABLE_MULTICAST` is set, nothing here makes a
 multicast object. Once an arena of a group has the mapping, larger ones have it as well: calls are bound again to them.
 """

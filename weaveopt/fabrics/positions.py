@@ -1,7 +1,7 @@
 """Progress of a rank in its process groups, served to ranks that wait for it.
 
 A thread of the process answers on a socket, also while the main thread waits in a collective or in a kernel. It costs
-nothing while nobody asks. Whoever asks has the address and a token from the group's store.
+nothing while no rank asks. Whoever asks has the address and a token from the group's store.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ class Rounds:
 
     def _read(self, number: int, keys: Sequence[str]) -> tuple[str, ...]:
         found = tuple(self._store.get(key).decode() for key in keys)
-        with contextlib.suppress(RuntimeError):  # where the store is gone by now, nobody waits for this one
+        with contextlib.suppress(RuntimeError):  # where the store is gone by now, no rank waits for this one
             self._store.set(f"{self._key(number, self._index)}/read", "")
         return found
 

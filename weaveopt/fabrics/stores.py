@@ -42,5 +42,7 @@ def bounded(work: Callable[[], T], where: str, what: str, timeout_s: float) -> T
     assert isinstance(answer, Exception)
     if isinstance(answer, RuntimeError) and not isinstance(answer, AgreementError):  # stores and connections raise it
         lines = str(answer).splitlines()
-        raise AgreementError(f"{where}: the store failed while ranks met for {what}: {lines[0] if lines else answer!r}")
+        raise AgreementError(
+            f"{where}: the store failed while ranks synchronized for {what}: {lines[0] if lines else answer!r}"
+        )
     raise answer

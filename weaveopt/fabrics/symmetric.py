@@ -84,7 +84,8 @@ RENDEZVOUS_S = 60.0
 _num_rendezvous = 0
 _failed = ""
 _kept: list[object] = []
-"""Memory and handles of the meetings with nobody: torch forgets a rendezvous with its memory, but not its count."""
+"""Memory and handles of the rendezvous performed alone: torch forgets a rendezvous with its memory, but not its
+count."""
 
 
 def num_rendezvous() -> int:
@@ -137,7 +138,9 @@ def rendezvous(
             _failed += f" (it asked for an NVLink multicast mapping: start with {_MULTICAST_OFF}=1 to do without)"
         if time.monotonic() - begin < timeout_s:
             raise
-        raise ArenaError(f"torch's symmetric memory did not meet all ranks within {timeout_s:g} s") from error
+        raise ArenaError(
+            f"the rendezvous for torch's symmetric memory did not complete within {timeout_s:g} s"
+        ) from error
 
 
 def _join(memory: torch.Tensor, process_group: dist.ProcessGroup) -> Handle:

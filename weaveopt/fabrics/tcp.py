@@ -158,7 +158,7 @@ def _connected(
     alike = [ranks[own] for ranks in hosts.ranks]
     before = frozenset() if known is None else known.wiring
     new = sorted(hosts.peers(wiring) - hosts.peers(before))
-    # Everybody connects or nobody does: some ranks may have all that they need already.
+    # All ranks connect or none does: some ranks may have all that they need already.
     found = connections.connect(channel, [alike[host] for host in new], timeout_s) if wiring != before else {}
     if known is not None:
         for host in new:

@@ -163,7 +163,7 @@ class RecordExchange:
         keys = [f"{self._num_rounds - 1}/{rank}/read" for rank in range(len(self.group.ranks))]
 
         def wait() -> None:
-            with contextlib.suppress(RuntimeError):  # one is gone, or late: nobody can wait for it
+            with contextlib.suppress(RuntimeError):  # one is gone, or late: no rank can wait for it
                 self.store.wait(keys, timedelta(seconds=_ALL_READ_S))
 
         thread = threading.Thread(target=wait, name="weaveopt-store", daemon=True)
@@ -181,7 +181,7 @@ class RecordExchange:
                 return missing
             raise
         answers = tuple(json.loads(self.store.get(key)) for key in keys)
-        with contextlib.suppress(RuntimeError):  # where the store is gone by now, nobody waits for this one
+        with contextlib.suppress(RuntimeError):  # where the store is gone by now, no rank waits for this one
             self.store.set(f"{keys[self.group.rank]}/read", "")
         return answers
 
@@ -273,11 +273,13 @@ def _ask(pg: dist.ProcessGroup, group_name: str, timeout_s: float) -> _Known:
         found = replace(found, no_multicast=gpus.no_multicast(payloads, ranks))
     described = gpus.gpus_of(payloads)
     if described:
-        apart = gpus.without_access(payloads, group.rank)
-        # All ranks of the group have to know of the same pair.
-        answers = channel.gather({"apart": json.dumps(apart)}, "peer access", timeout_s)
+        unreachable = gpus.without_access(payloads, group.rank)
+        # All ranks of the group have to name the same pair.
+        answers = channel.gather({"unreachable": json.dumps(unreachable)}, "peer access", timeout_s)
         pairs = [
-            (ranks[r], ranks[peer]) for r, record in enumerate(answers) for peer in json.loads(str(record["apart"]))
+            (ranks[r], ranks[peer])
+            for r, record in enumerate(answers)
+            for peer in json.loads(str(record["unreachable"]))
         ]
         found = replace(found, gpus=described, no_peer_access=pairs[0] if pairs else None)
     rounds = Rounds(group_name, ranks, group.rank, pg, channel.store, _address(found))

@@ -274,7 +274,7 @@ def _take_back() -> None:
 def _begin_anew() -> None:
     """Reset this module in a forked process: the arenas are its parent's, and so is the thread.
 
-    The thread may have held the lock, or that of the event, at the fork: nobody would release it.
+    The thread may have held the lock, or that of the event, at the fork, and it would never be released.
     """
     global _lock, _wake, _thread
     _lock, _wake, _thread = threading.RLock(), threading.Event(), None

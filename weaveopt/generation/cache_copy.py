@@ -27,7 +27,7 @@ def may_be_filled(target: Cache, cache: StaticCache) -> Rejection | None:
     for index, layer in enumerate(cache.layers):
         sliding = index < len(target.layers) and target.layers[index].is_sliding
         if layer.is_sliding and not sliding:
-            return Rejection("cache", "the user's cache keeps what is behind a sliding window; make it with config=")
+            return Rejection("cache", "the user's cache keeps positions outside a sliding window; make it with config=")
     return None
 
 

@@ -40,7 +40,7 @@ class Backend:
         copy."""
         options = dict(self.options) or None
         return torch.compile(
-            apart(function),
+            with_own_code(function),
             backend=self.compiler,
             mode=None if options else self.mode,
             options=options,  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def _compiler_of(model: torch.nn.Module) -> torch._TorchCompileWrapper | None:
     return None
 
 
-def apart(function: Callable[P, T]) -> Callable[P, T]:
+def with_own_code(function: Callable[P, T]) -> Callable[P, T]:
     """Return a copy of `function` with a separate code object.
 
     Dynamo keeps what it compiled with the code object and gives up after eight versions of it; steps of different

@@ -82,7 +82,7 @@ class Kept:
     """`[batch, vocabulary]` float32, exponential with rate 1; empty for greedy steps."""
     scores: Tensor
     logits: Tensor
-    """`[batch, vocabulary]` float32 of the newest token; empty where nobody asked."""
+    """`[batch, vocabulary]` float32 of the newest token; empty if not requested."""
     numbers: list[Tensor] = field(default_factory=list)
 
     @staticmethod

@@ -7,7 +7,7 @@ dimension of a moved value is a product of factors; a factor is a digit of the i
     cat(split(x[M, N].view(B, S, N), S / W, 1), 0)   is   [(W, B), S / W, N]   of the factors
     W: dim 0, step S / W    B: dim 0, step S    S / W: dim 0, step 1    N: dim 1, step 1
 
-Sizes are numbers, or symbols of torch where a graph has symbolic sizes: a symbolic size is taken apart only where the
+Sizes are numbers, or symbols of torch where a graph has symbolic sizes: a symbolic size is factored only where the
 quotient is exact whatever the symbols are.
 """
 

@@ -78,7 +78,7 @@ def replace_uses(graph: fx.Graph, old: fx.Node, replacement: fx.Node) -> None:
 
 
 def erase_dead(graph: fx.Graph, nodes: frozenset[fx.Node]) -> None:
-    """Erase those of `nodes` that nobody reads any more, last first.
+    """Erase those of `nodes` that have no users any more, last first.
 
     Collectives count as side effects for FX's own dead-code elimination, so they are named here.
     """

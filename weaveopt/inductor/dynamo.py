@@ -101,7 +101,7 @@ def is_kept(frame: CompiledFrame) -> bool:
         return False
     entries = native._debug_get_cache_entry_list(code)
     count = getattr(native, "_get_total_cache_entry_count", None)
-    if count is not None and count(code) > len(entries):  # `isolate_recompiles` keeps those of each wrapper apart
+    if count is not None and count(code) > len(entries):  # `isolate_recompiles` keeps those of each wrapper separate
         return True
     return any(str(getattr(entry, "compile_id", frame.compile_id)) == frame.compile_id for entry in entries)
 
@@ -116,7 +116,7 @@ def limits_reached(frames: Iterable[CompiledFrame]) -> Iterator[Uncompiled]:
         if _LIMIT_REACHED not in reason.lower() or number not in found or began_us < found[number].began_us:
             continue
         limit = "accumulated_recompile_limit" if "accumulated_recompile_limit" in reason else "recompile_limit"
-        last = " ".join(str(getattr(metrics, "recompile_reason", None) or "not told").split())
+        last = " ".join(str(getattr(metrics, "recompile_reason", None) or "not reported").split())
         yield Uncompiled(
             what=found.pop(number).name,
             reason=f"Dynamo's {limit} was reached: calls that none of its compiles serves run uncompiled; last: {last}",

@@ -57,7 +57,7 @@ def keeping(order: Order) -> Iterator[list[str]]:
 def _names(kernel: object) -> list[str]:
     """Names of the graph nodes whose operator a call of the scheduler is.
 
-    A call's origins also hold the nodes of what is computed on its way to it, such as the norm before a GEMM.
+    A call's origins also hold the nodes of what is computed for it, such as the norm before a GEMM.
     """
     op = getattr(kernel, "op_overload", None)
     origins = getattr(kernel, "origins", None) or ()

@@ -82,7 +82,7 @@ class Meeting(Protocol):
 
 @dataclass(frozen=True)
 class CollectiveRendezvous:
-    """A meeting through collectives of a process group, for ranks that do nothing else; None: all ranks."""
+    """Synchronization through collectives of a process group, for ranks that do nothing else; None: all ranks."""
 
     group: dist.ProcessGroup | None = None
 

@@ -93,7 +93,7 @@ class Draft:
     def machine(self, name: str) -> Machine:
         """The profile."""
         memory = self.memory or self._memory_before()
-        self.origin("host", (), "as the system tells")
+        self.origin("host", (), "as reported by the system")
         for fabric in {Fabric.LIBRARY, *self._curves} - set(self.links):
             self.links[fabric] = self._link_before(fabric)
         made = Machine(

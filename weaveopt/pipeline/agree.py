@@ -252,7 +252,7 @@ def _closed(group: str, closed: Closed, compile_: recompiles.Compile, context: C
     guard = f" Dynamo compiled it again after a guard failed: {closed.reason}." if closed.reason else ""
     text = (
         f"group {group!r}: rank {closed.rank} compiled a graph alone whose plan was never agreed on: {peers} of "
-        f"{ranks} already called the graph that was compiled before.{guard} Ranks of a group have to meet the same "
+        f"{ranks} already called the graph that was compiled before.{guard} Ranks of a group have to compile the same "
         'guards, or switch rewriting off with options={"disable": [...]}'
     )
     if closed.rank == own.ranks[own.rank]:

@@ -1,7 +1,7 @@
 """Bind: arenas are allocated, exchanged and warmed once, and ranks say whether they could carry out the plan.
 
-An arena that cannot be had stops nobody: all ranks that share rewritten sites with a rank that has none leave the graph
-as it was. Groups in which nothing is rewritten are not asked: their collectives stay where they are in the graph.
+An arena that cannot be reserved stops no rank: all ranks that share rewritten sites with a rank that has none leave the
+graph as it was. Groups in which nothing is rewritten are not asked: their collectives stay where they are in the graph.
 Everything goes through the groups' stores with a timeout, not through a collective, so a rank that never comes is an
 error too.
 """

@@ -1,7 +1,7 @@
 """Choose: of the captured graph and its variants, each decided for itself, the one that is predicted fastest.
 
 A variant has to be predicted faster than the captured graph by more than the model's own error, at every token count
-that the compiled graph serves. Overlap whose contention nobody measured saves nothing.
+that the compiled graph serves. Overlap whose contention was not measured saves nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One graph on its way through the steps: the record that they hand on, and the loop that runs them."""
+"""Compilation of one graph: the record that the steps pass on, and the loop that runs them."""
 
 from __future__ import annotations
 

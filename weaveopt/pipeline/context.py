@@ -18,7 +18,7 @@ from weaveopt.rule import CapturedGraph, Context
 
 @dataclass(frozen=True)
 class Known:
-    """The topology of every process group, and the machine, where nobody is there to be asked."""
+    """The topology of every process group, and the machine, where no process group exists."""
 
     topology: Topology
     machine: Machine
@@ -48,7 +48,7 @@ def context(captured: CapturedGraph, config: Config, known: Known | None = None)
 
 
 def groups_of(captured: CapturedGraph) -> tuple[str, ...]:
-    """Groups whose ranks compile the same graph and compare it, and those that meet in calls alone."""
+    """Groups whose ranks compile the same graph and compare it, and those that synchronize in calls only."""
     return (*captured.groups, *groups_synchronized_in_calls(captured.graph))
 
 
@@ -77,7 +77,7 @@ def _routed(machine: Machine, config: Config) -> Machine:
 
 
 def _not_measured(choice: Choice) -> Rejection | None:
-    """Why no rule may be used under a profile that only stands in: nobody knows how wrong it is here."""
+    """Why no rule may be used under a substitute profile: its error on this machine is unknown."""
     if not choice.stands_in_for:
         return None
     values = (("gpu", ", ".join(choice.stands_in_for)), ("profile", choice.machine.name))

@@ -23,7 +23,7 @@ def changes(machine: Machine, dtype: str, hosts: int = 1) -> Iterator[tuple[str,
     """
     for name, factor, changed in _changed(machine, dtype, hosts):
         label = f"{name} {_WORDS[factor]}"
-        # Machines are keys of the model's caches, where a name of its own keeps each apart.
+        # Machines are keys of the model's caches, where a name of its own distinguishes each.
         yield label, replace(changed, name=f"{machine.name}, {label}")
 
 

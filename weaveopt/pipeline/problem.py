@@ -204,10 +204,11 @@ class ProblemTemplate:
         self._order = {node: index for index, node in enumerate(captured.graph.nodes)}
         self._kernels: dict[tuple[int, frozenset[fx.Node]], tuple[GraphKernel, ...]] = {}
         self._overlapping = _overlapping(self.sites)
-        apart = {site for pair in self._overlapping for site in pair}
+        overlapping = {site for pair in self._overlapping for site in pair}
         firsts: dict[Hashable, int] = {}
         self.kinds = tuple(
-            firsts.setdefault(index if index in apart else self._kind(index), index) for index in range(len(self.sites))
+            firsts.setdefault(index if index in overlapping else self._kind(index), index)
+            for index in range(len(self.sites))
         )
         # Rules whose candidates pass values to each other may report the same interaction.
         self.interactions = tuple(

@@ -30,7 +30,7 @@ class Timeline:
     tasks: tuple[Task, ...]
     schedule: Schedule
     upper: Schedule
-    """Schedule in which streams whose contention nobody measured do not run at once; the other one is a lower bound."""
+    """Schedule in which streams of unmeasured contention do not run at once; the other one is a lower bound."""
 
     @property
     def us(self) -> float:

@@ -15,7 +15,7 @@ class Order:
     """Pairs of graph nodes by name: a wait, and the start of another communication that has to come before it.
 
     A start is a collective or a `_begin` operator, a wait is what waits for it: `wait_tensor` or the `_end` operator.
-    For two halves A and B of a token split, whose stages are what lies between two collectives, `(wait A, start B)`
+    For two halves A and B of a token split, whose stages are the nodes between two collectives, `(wait A, start B)`
     and `(wait B, next start A)` give the whole order: B's stage comes before B's start, so it runs while A's
     collective is in flight.
     """

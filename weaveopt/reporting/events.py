@@ -16,7 +16,7 @@ COLUMNS = ("site", "module", "kind", "×", "choice", "before us", "after us")
 
 
 def log(graph: GraphReport) -> None:
-    """Writes the graph's lines; costs nothing where nobody listens."""
+    """Writes the graph's lines; costs nothing where the log is off."""
     if LOGGER.isEnabledFor(logging.INFO):
         LOGGER.info("%s", graph_line(graph))
         for fallback in graph.fallbacks:

@@ -53,7 +53,7 @@ def table_text(table: Sequence[TableRow], max_tokens: int) -> str:
 
 
 def unmeasured_line(graph: GraphReport) -> Iterator[str]:
-    """Kernels that may run here and whose time nobody measured on such a machine."""
+    """Kernels that may run here and whose time was not measured on such a machine."""
     found: dict[str, None] = {}
     for decision in graph.decisions:
         for candidate in (decision.chosen, *decision.alternatives):

@@ -61,7 +61,7 @@ def typical(graph: GraphReport) -> ReportPart | None:
 
 
 def _stretches(graph: GraphReport) -> Iterator[tuple[str, int | None, int, tuple[Block, ...]]]:
-    """(name, layer, count, blocks) of every layer and of what is in none; blocks of unequal counts stay apart."""
+    """(name, layer, count, blocks) of every layer and of what is in none; blocks of unequal counts stay separate."""
     members: dict[tuple[str, int | None, int], list[Block]] = {}
     sequence = blocks(graph)
     layers = layers_of([module_of(block) for block in sequence])

@@ -38,7 +38,7 @@ def copies(ranks: Ranks) -> tuple[float, float, float]:
         return target[:8].copy_(peer[:8])
 
     times = []
-    for who in range(ranks.world):  # one rank after the other: nobody else is on the links
+    for who in range(ranks.world):  # one rank after the other: the links are otherwise idle
         barrier(ranks.process_group)
         if who == ranks.rank:
             times = [alone_us(pull), alone_us(pull_little)]
@@ -64,7 +64,7 @@ class Copies(Family):
     def write(self, draft: Draft) -> None:
         if self.found is not None:
             latency_us, alone, contended = self.found
-            what = "64 MiB pulled from a peer; contended: all ranks pull beside GEMMs"
+            what = "64 MiB pulled from a peer; contended: all ranks pull while GEMMs run"
             origin = draft.origin("copy_engine", (), what)
             draft.copy_engine = CopyEngine(
                 origin, round(latency_us, 3), round(alone, -8), round(min(contended, alone), -8)

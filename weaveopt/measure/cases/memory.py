@@ -143,7 +143,7 @@ class MemoryKernels(Family):
             RowCurve(row, never_falling([(size, sample.us) for size, sample in rows]))
             for row, rows in sorted(self.norms.items())
         )
-        # Without a point-wise kernel measured apart, the norm's curve stands for all.
+        # Without a separately measured point-wise kernel, the norm's curve stands for all.
         points = never_falling([(size, sample.us) for size, sample in self.gates]) if self.gates else norms[0].points
         assert self.copied is not None, "write() before measure_alone()"
         copied_bytes, copied = self.copied

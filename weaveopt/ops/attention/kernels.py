@@ -149,7 +149,7 @@ def attend_blocks(
         total = total * decay + tl.sum(probabilities, 1)
         acc = acc * decay[:, None]
         if CHECKED:
-            # Zeros, not whatever lies there: it may be NaN, and 0 * NaN is.
+            # Zeros, not the memory's contents: they may be NaN, and 0 * NaN is.
             if DV == BLOCK_DV:
                 v = tl.load(v_here, mask=inside[:, None], other=0.0)
             else:
@@ -265,11 +265,11 @@ def attention(
 
     there = row_ids < num_rows
     if SPLIT:
-        # [bundle, row, split]: what a row's sum reads lies together.
+        # [bundle, row, split]: the values that a row's sum reads are contiguous.
         at = (bundle.to(tl.int64) * num_rows + row_ids) * num_splits + split
         tl.store(partial_ml + at * 2, m, mask=there)
         tl.store(partial_ml + at * 2 + 1, total, mask=there)
-        # A split without keys leaves only that: nobody reads its sums.
+        # A split without keys leaves only that: its sums are not read.
         written = there & (m > float("-inf"))
         acc_here = partial_acc + at[:, None] * DV + value_sizes[None, :]
         tl.store(acc_here, acc, mask=written[:, None] & (value_sizes < DV)[None, :])

@@ -75,7 +75,7 @@ def reference(operands: AttentionOperands, scores: Scores) -> Tensor:
         total = total + torch.exp(sinks - largest)
     probabilities = (weights / total.masked_fill(total == 0, 1.0)).to(value.dtype)
     if admitted is not None:
-        # What nobody may read does not matter, NaN included: a cache is not cleared beyond what is filled.
+        # Masked values do not matter, NaN included: a cache is not cleared beyond what is filled.
         unread = ~admitted.expand(*probabilities.shape).any(2)
         value = value.masked_fill(unread[..., None], 0.0)
     return as_result(probabilities.float() @ value.float(), operands)

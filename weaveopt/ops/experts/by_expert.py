@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 WIDEN_ROWS = 4
 """Number of rows above which a half-precision GEMM without CPU instructions runs in fp32 instead."""
 WIDEN_BLOCK_ELEMENTS = 1 << 19
-"""Elements of a weight that are widened at a time: 2 MiB, which the next GEMM finds in the cache."""
+"""Elements of a weight that are upcast at a time: 2 MiB, which the next GEMM finds in the cache."""
 
 
 class ExpertWeights(NamedTuple):

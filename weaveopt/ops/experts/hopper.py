@@ -100,12 +100,12 @@ def unsupported(operands: ExpertOperands, shape: ExpertsShape) -> str:
     """Reason why the kernels cannot run the call; empty if they can."""
     device = operands.x.device
     if not runs_on(device):
-        return "the native kernels are for GPUs of compute capability 9.0, built with CUDA, beside Triton"
+        return "the native kernels are for GPUs of compute capability 9.0, built with CUDA, in addition to Triton"
     weights = (operands.gate_up, operands.down)
     if any(1 not in weight.stride()[1:] for weight in weights):
         return "weights have to be contiguous along their rows or along the depth of their products"
     if min(stride for weight in weights for stride in weight.stride()) < 1:
-        return "an expert's weights have to lie by themselves"
+        return "an expert's weights have to be contiguous"
     # Rows that are not contiguous are copied first.
     rows = (operands.x,) if operands.x.stride(1) == 1 else ()
     strides = [stride for each in (*weights, *rows) for stride in each.stride() if stride != 1]

@@ -235,7 +235,7 @@ def combine(
     for j in tl.static_range(CHOICES):
         expert = tl.load(experts + token * CHOICES + j)
         own = (expert >= 0) & (expert < num_experts)
-        # Rows of foreign choices are not written, and their weights may be anything: neither is read.
+        # Rows of remote experts are not written, and their weights may be anything: neither is read.
         weight = tl.load(weights + token * stride_wt + j * stride_wk, mask=own, other=0.0).to(tl.float32)
         here = results + (token * CHOICES + j) * HIDDEN + at
         row = tl.load(here, mask=own & (at < HIDDEN), other=0.0).to(tl.float32)

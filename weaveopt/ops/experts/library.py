@@ -33,7 +33,7 @@ def on_cpu(operands: ExpertOperands, call: ExpertsCall) -> Tensor:
 def combine(results: Tensor, operands: ExpertOperands, own: Tensor) -> Tensor:
     """The weighted sum of `results` [T, k, H] over the own ones of each token's choices, in their order, in fp32."""
     tokens, choices = operands.experts.shape
-    # Zero times zero: a foreign choice's weight may be anything.
+    # Zero times zero: the weight of a remote expert may be anything.
     weights = operands.weights.float().masked_fill(~own.view(tokens, choices), 0.0)
     y = results[:, 0].float() * weights[:, :1]
     for choice in range(1, choices):

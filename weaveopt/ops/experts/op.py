@@ -23,7 +23,7 @@ those of one tensor. (`ExpertsKernel.ONE` runs the kernels of `ExpertsKernel.HOP
 the overload in the call: torch finds it for lists by a failed try of the other one, which prints the arguments, and a
 CUDA graph captures no print.
 
-A choice outside of 0 to E - 1 contributes nothing, whatever its weight. Experts that nobody chose are not read.
+A choice outside of 0 to E - 1 contributes nothing, whatever its weight. Experts without rows are not read.
 
 Results are the same from call to call, bit by bit. On CPUs the library's GEMMs run, two for each expert that has tokens
 (`library.py`). On GPUs Triton kernels run for bf16 and fp16: one or two sort rows by expert, two are the GEMMs, one

@@ -96,7 +96,8 @@ class ExpertsLaunch(RowTiles):
 
 
 def plan(shape: ExpertsShape, num_sms: int, gated: bool = True) -> ExpertsLaunch:
-    """Plan the launch for `shape`. It counts all choices as this rank's: only the device knows how many are not."""
+    """Plan the launch for `shape`. It counts all choices as this rank's: the number of remote ones is on the device
+    only."""
     how = _plan(shape, num_sms)
     # Without a gate, twice the columns are as many rows of the weight.
     return how if gated else replace(how, gate_up=replace(how.gate_up, columns=2 * how.gate_up.columns))

@@ -27,7 +27,7 @@ def reference(operands: ExpertOperands, call: ExpertsCall) -> Tensor:
     own = (experts >= 0) & (experts < shape.experts)
     for at in range(shape.choices):
         weighted = operands.weights[:, at, None].float() * rows[:, at].float()
-        # Not a factor of zero: a foreign choice's weight may be anything, NaN included.
+        # Not a factor of zero: the weight of a remote expert may be anything, NaN included.
         y = torch.where(own[:, at, None], y + weighted, y)
     return y.to(x.dtype)
 

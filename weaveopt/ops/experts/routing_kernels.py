@@ -3,7 +3,7 @@
     order[p]        the row at position p: those of expert 0 by number, then those of expert 1, ...; own ones only
     table[0]        how many tiles there are, and 0
     table[i + 1]    tile i: its expert, its first position, the end of its expert's positions, and their begin
-    behind them     0 for each tile
+    after them      0 for each tile
 
 A GEMM counts from those zeros (csrc/experts/both.cuh).
 
@@ -20,7 +20,7 @@ import triton.language as tl
 
 @triton.jit
 def local_expert_or_end(experts, rows, num_rows, num_experts):
-    """The expert of each of `rows`; `num_experts` for a foreign choice, and beyond the last row."""
+    """The expert of each of `rows`; `num_experts` for a remote expert, and beyond the last row."""
     ids = tl.load(experts + rows, mask=rows < num_rows, other=-1)
     return tl.where((ids >= 0) & (ids < num_experts), ids, num_experts).to(tl.int32)
 

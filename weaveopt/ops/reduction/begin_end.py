@@ -6,7 +6,7 @@
 
 Shapes, dtypes, `call` and all operands are those of `weaveopt.ops.reduction.op`; `row_scale` is empty [0] unless
 call.quant is `per_token`. `call.begun` is set. `operands` of the end are the tensors that the begin was given, which
-are in use until then; nobody reads them there. `started` are results of other calls in flight that begin before this
+are in use until then; they are not read there. `started` are results of other calls in flight that begin before this
 one ends (`weaveopt.records.order`), which are not read either. A site ends before it begins again.
 
 | fabric | between begin and end |

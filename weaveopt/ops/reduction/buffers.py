@@ -9,9 +9,9 @@
 | GPUs | `output` | arena | peers, finished rows; normalized rows may stay there until the next call of the group |
 | GPUs | `partial` | call | its owner: peers read it within the call (transfer `direct`) |
 | nvshmem | `host_inbox`, `host_row_inbox` (halves) | arena | other ranks, once the call before last has ended |
-| nvshmem | `host_outbox`, `host_row_outbox` (halves) | arena | the owner, once peers have what lay there before |
-| nvshmem | `host_flags` (halves) | arena | other ranks, behind the rows; larger numbers every time |
-| nvshmem | `host_sums` | arena | its owner, and nobody reads it but its own threads |
+| nvshmem | `host_outbox`, `host_row_outbox` (halves) | arena | the owner, once peers have read the previous contents |
+| nvshmem | `host_flags` (halves) | arena | other ranks, after the rows; larger numbers every time |
+| nvshmem | `host_sums` | arena | its owner, and only its own threads read it |
 
 Halves: two, that calls use in turn.
 """

@@ -157,18 +157,20 @@ def _check(call: ReductionCall) -> None:
         raise WeaveError(f"{where}: {call.fabric.value} does not quantize")
     if call.normalized_aliases_arena:
         if not (features and features.aliases_arena):
-            raise WeaveError(f"{where}: {call.fabric.value} has no arena in which normalized rows could lie")
+            raise WeaveError(f"{where}: {call.fabric.value} has no arena for normalized rows")
         if call.norm is None or call.quant is Quant.PER_TOKEN:
-            raise WeaveError(f"{where}: only normalized rows without scales of their own can lie in the arena")
+            raise WeaveError(f"{where}: only normalized rows without scales of their own can be stored in the arena")
     if call.begun and call.normalized_aliases_arena:
-        raise WeaveError(f"{where}: rows of a call in flight cannot lie in the arena: the next one may overwrite them")
+        raise WeaveError(
+            f"{where}: rows of a call in flight cannot be stored in the arena: the next one may overwrite them"
+        )
     if features is not None and features.tabled:
         bounds = [row.max_tokens for row in call.table]
         if not bounds or bounds != sorted(set(bounds)) or bounds[-1] != call.max_tokens:
             raise WeaveError(f"{where}: a table up to {bounds} tokens does not end at {call.max_tokens}")
     if min(call.partial_offset, call.output_offset) < 0:
         raise WeaveError(
-            f"{where}: buffers at {call.partial_offset} and {call.output_offset} lie before the transient zone"
+            f"{where}: buffers at {call.partial_offset} and {call.output_offset} are before the transient zone"
         )
 
 

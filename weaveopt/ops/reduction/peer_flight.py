@@ -7,7 +7,7 @@ buffers`), so calls in line and calls in flight share no memory that peers write
 A call is begun by one event that is recorded on the current stream and one wait of the communication stream, and ended
 by one wait of the current stream: no synchronization with the host, and no allocation but of results, and of operands
 in another layout, on the current stream. So both can be captured in a CUDA graph, where they are a fork and a join. The
-flight keeps what the kernels use until its end, as the allocator knows the current stream alone.
+flight keeps what the kernels use until its end, as the allocator accounts for the current stream only.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def parse_variant(name: str) -> tuple[Algorithm, Transfer, int]:
     known = {variant_name(each, transfer): (each, transfer) for transfer in ALGORITHMS for each in ALGORITHMS[transfer]}
     words, separator, num_ctas = name.partition(_CTAS)
     if words not in known or (separator and not num_ctas.isdigit()):
-        expected = f"one of {', '.join(known)}, and perhaps{_CTAS}N behind it"
+        expected = f"one of {', '.join(known)}, followed by{_CTAS}N or nothing"
         raise ProfileError(f"a curve of {OP}: found variant {name!r}, expected {expected}")
     algorithm, transfer = known[words]
     return algorithm, transfer, int(num_ctas or 0)

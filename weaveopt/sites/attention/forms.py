@@ -59,7 +59,7 @@ class AttentionForm:
 
 
 def library_form(node: fx.Node) -> AttentionForm | None:
-    """The attention that an operator of `LIBRARY_CALLS` computes; None where nobody reads it."""
+    """The attention that an operator of `LIBRARY_CALLS` computes; None if it is not read."""
     roles = [argument(node, name) for name in ("query", "key", "value")]
     query, key, value = (each if isinstance(each, fx.Node) else None for each in roles)
     if query is None or key is None or value is None:

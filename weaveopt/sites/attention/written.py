@@ -1,10 +1,11 @@
 """Attention that is written out: two GEMMs with a softmax between them.
 
-models     what the operator cannot express: soft caps `c * tanh(scores / c)`, sinks (a logit of each head beside those
+models     what the operator cannot express: soft caps `c * tanh(scores / c)`, sinks (a logit of each head added to
+those
            of the keys)
 torch      what it makes of `scaled_dot_product_attention` where no kernel of the library takes the operands, such as
            one key head that is broadcast to all query heads: both operands of the scores times `sqrt(scale)`, half
-           precision widened to fp32, and zeros for rows that see no key
+           precision upcast to fp32, and zeros for rows that see no key
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def _unguarded(weights: fx.Node, passed: set[fx.Node]) -> tuple[fx.Node, fx.Node
 
 
 def _narrow(ends: _Ends, passed: set[fx.Node]) -> _Ends:
-    """Skip casts: the operands before they were widened to fp32, and the result after it was rounded back."""
+    """Skip casts: the operands before they were upcast to fp32, and the result after it was rounded back."""
     sources = [each.args[0] for each in (ends.query, ends.key, ends.value) if is_call(each, CAST)]
     rounded = next(iter(ends.output.users), None)
     if len(sources) < 3 or len(ends.output.users) != 1 or not is_call(rounded, CAST):

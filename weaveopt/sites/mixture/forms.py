@@ -76,7 +76,7 @@ def _first(product: fx.Node, products: list[fx.Node]) -> fx.Node | None:
 
 def _read(second: fx.Node, first: fx.Node | None) -> Experts | Rejection:
     if first is None:
-        return Rejection("form_not_known", "a grouped GEMM without a second one behind it", (("node", second.name),))
+        return Rejection("form_not_known", "a grouped GEMM that no second one follows", (("node", second.name),))
     try:
         return grouped_experts(first, second) if is_grouped(second) else batched_experts(first, second)
     except Unknown as unknown:

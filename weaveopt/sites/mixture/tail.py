@@ -44,7 +44,7 @@ def activation_between(first: fx.Node, last: fx.Node, reading: Reading) -> tuple
 
 
 def with_bias(linear: Linear, biases: tuple[fx.Node, ...], ids: fx.Node, reading: Reading) -> Linear:
-    """The biases that were gathered with the same ids, clamped where some are foreign."""
+    """The biases that were gathered with the same ids, clamped where some are remote."""
     if not biases:
         return linear
     gathered = reading.take(biases[0], GATHER, "a bias of each row's expert")

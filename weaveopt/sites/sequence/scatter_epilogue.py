@@ -139,7 +139,7 @@ def _scalar_of(reader: fx.Node, node: fx.Node) -> fx.Node | float | int | None:
 
 
 def _narrows(reader: fx.Node, node: fx.Node) -> bool:
-    """True for a cast to a narrower dtype after communication; a widening one belongs to the norm that follows."""
+    """True for a cast to a narrower dtype after communication; an upcast belongs to the norm that follows."""
     value, source = tensor_of(reader), tensor_of(node)
     return (
         is_call(reader, CAST)

@@ -70,7 +70,7 @@ def read_by_others(partial: Partial, reader: fx.Node) -> Rejection | None:
         others = [user for user in others if user.users or user.op == "output"]  # not a piece that is cut off and left
         if others:
             values = (("node", node.name), ("read_by", ", ".join(sorted({describe(each) for each in others}))))
-            return Rejection("read_by_others", "the whole partial result is needed beside its shard", values)
+            return Rejection("read_by_others", "the whole partial result is read in addition to its shard", values)
     return None
 
 
@@ -135,7 +135,7 @@ def _sum(node: fx.Node) -> Partial | Rejection | None:
 
 def _both(node: fx.Node, one: Partial, two: Partial) -> Partial | Rejection:
     if one.arrangement != two.arrangement:
-        return _refused(node, "two partial results are added whose rows lie in different orders")
+        return _refused(node, "two partial results are added whose rows are in different orders")
     if one.scale != two.scale or one.gemms[0].sizes[:2] != two.gemms[0].sizes[:2]:
         return _refused(node, "two partial results are added that have different scales or sizes")
     return Partial(

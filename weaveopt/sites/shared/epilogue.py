@@ -223,7 +223,7 @@ def _pass(walk: _Walk, reader: fx.Node) -> bool | Rejection:
     if is_call(reader, SHAPE_ONLY):
         shape = tensor_of(reader)
         if shape is None or shape.ndim < 2 or shape.shape[-1] != walk.hidden:
-            return walk.refuse("hidden_is_split", "a view takes the hidden dimension apart before the norm", reader)
+            return walk.refuse("hidden_is_split", "a view splits the hidden dimension before the norm", reader)
         walk.step_to_view(reader)
         return True
     if is_call(reader, MUL):

@@ -53,7 +53,7 @@ def pushed_bytes(tokens: int, world: int) -> int:
 
 
 def launch(variant: str, tokens: int, site: PeerExpertExchange, ranks: Ranks) -> Launch:
-    """One of the kernels by itself: what it moves is nobody's result."""
+    """One of the kernels by itself: no result depends on what it moves."""
     x = torch.ones(tokens, HIDDEN, dtype=DTYPE, device=ranks.device)
     experts = (owners(tokens, ranks.world) * EXPERTS).to(ranks.device)
     weights = torch.ones(tokens, CHOICES, device=ranks.device)

@@ -135,7 +135,7 @@ class PushedGathers(Family):
             return
         # One arena for all that is captured, before any of it is: graphs hold its addresses.
         reserve(ranks, *(call_of(ranks, case.tokens, Fabric.PEER, case.hidden, case.cut) for case in every))
-        what = f"all-gather of {ranks.world} ranks beside a GEMM"
+        what = f"all-gather of {ranks.world} ranks, concurrent with a GEMM"
         self.times |= measured_times(session, ranks, every, what, pushed_launch, TAKEN_BYTES_PER_US)
 
     def write(self, draft: Draft) -> None:

@@ -63,10 +63,10 @@ class StreamContention(Family):
 
     def measure_together(self, session: CalibrationSession, ranks: Ranks) -> None:
         if ranks.world == session.world and not session.quick:
-            session.show_progress("GEMM beside exchange", 0, 1)
+            session.show_progress("GEMM and concurrent exchange", 0, 1)
             self.rows = contention_rows(ranks)
 
     def write(self, draft: Draft) -> None:
         if self.rows:
-            what = "4096 x 8192 x 7168 bfloat16 beside bulk copies at 4096 tokens"
+            what = "4096 x 8192 x 7168 bfloat16, concurrent with bulk copies at 4096 tokens"
             draft.contention = Contention(draft.origin("contention", (), what), tuple(self.rows), LIBRARY_CTAS)

@@ -121,8 +121,8 @@ def _run(device: str, x: Tensor, experts: Tensor, weights: Tensor, *rest: Any) -
     operands, call = ExpertWeights(*rest[:-1]), rest[-1]
     decoded = decode(ExpertExchangeCall, call)
     if not decoded.same_tokens:
-        # Before ranks meet for it: one that captures cannot come.
-        _expect_no_capture(device, decoded, "its ranks hold batches of their own, and tell each other how large")
+        # Before ranks synchronize for it: one that captures a graph cannot take part.
+        _expect_no_capture(device, decoded, "its ranks hold batches of their own, and exchange their sizes")
     with torch._C._AutoDispatchBelowAutograd():
         site = _bound.of(device, call)
         result = None if site is None else site.run(x, experts, weights, operands)
@@ -145,7 +145,7 @@ def _expect_no_capture(device: str, call: ExpertExchangeCall, why: str) -> None:
     if device == "cuda" and torch.cuda.is_current_stream_capturing():
         raise WeaveError(
             f"weave::{NAME} at site {call.site}, group {call.group!r}: a CUDA graph cannot hold the call: {why}. "
-            'Capture what lies between such calls, as torch.compile(mode="reduce-overhead") does'
+            'Capture what runs between such calls, as torch.compile(mode="reduce-overhead") does'
         )
 
 

@@ -4,7 +4,7 @@ A call is five kernels or six, one after another on the stream: dispatch, which 
 routing of all of them by expert; two GEMMs, of which the second one stores its rows at the ranks that they came from;
 and a sum, which begins when every rank's results are here. Nothing waits for the device and nothing is allocated but
 the call's tensors, so it can be captured in a CUDA graph. Rows between the GEMMs have room for all ranks' choices, as
-the host does not know how many arrive.
+their number is not known on the host.
 
 Ranks that hold batches of their own ask each other's hosts first who has most (`counts.py`): each source has room for
 so many tokens in the call. No graph can hold the hosts' exchange, so such a call cannot be captured.

@@ -96,6 +96,6 @@ def _estimate(machine: Machine, work: AllGatherGemmWork, fabric: Fabric, parts: 
     estimate = with_gemms(machine, work, uncertain)
     if fabric is not Fabric.PEER or not work.returns_rows:
         return estimate
-    # On CPU ranks the rows are gathered where they are handed out.
+    # On CPU ranks the rows are gathered into the returned tensor.
     copied = Estimate((Term("rows", memory_us(machine, 2 * work.message_bytes)),), machine.relative_error)
     return estimate.plus(copied)

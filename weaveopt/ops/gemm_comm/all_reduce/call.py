@@ -94,7 +94,7 @@ def decode(text: str) -> GemmReductionCall:
         raise WeaveError(f"not an encoded gemm_all_reduce_norm call: {text!r}: {error}") from None
     where = f"site {call.reduction.site}"
     if call.reduction.quant is not Quant.NONE:
-        raise WeaveError(f"{where}: gemm_all_reduce_norm hands out rows that are not quantized")
+        raise WeaveError(f"{where}: gemm_all_reduce_norm returns rows that are not quantized")
     if call.variant == TILES:
         _check_tiles(call, where)
     else:
@@ -119,7 +119,7 @@ def _check_chunks(call: GemmReductionCall, where: str) -> None:
     if reduction.residual_sharded or reduction.sum_out is SumOut.SHARDED:
         raise WeaveError(f"{where}: a residual or sum that is sharded by tokens is divided otherwise than chunks are")
     if reduction.normalized_aliases_arena or call.cut is not None:
-        raise WeaveError(f"{where}: chunks are not cut into tiles, and hand out rows in memory of their own")
+        raise WeaveError(f"{where}: chunks are not cut into tiles, and return rows in memory of their own")
     sizes = [reduction.max_tokens, *(row.chunk_tokens for row in chunks)]
     bounds = [row.max_tokens for row in chunks]
     if min(sizes) < 1 or max(sizes) > sizes[0] or bounds != sorted(set(bounds)):

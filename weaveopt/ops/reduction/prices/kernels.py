@@ -96,7 +96,7 @@ def kernel_variants(
             for num_ctas, curve in sorted(curves.items(), key=lambda pair: pair[0] or inf):
                 measured = curve.world == world and named[curve.origin].kind == MEASURED
                 found.append(KernelVariant(algorithm, transfer, num_ctas, curve, measured))
-            # The model cannot tell two transfers apart: bulk copies are made for what LL packets are not.
+            # The model cannot distinguish two transfers: bulk copies are made for what LL packets are not.
             differing = (
                 transfer is not Transfer.LL_PACKET or algorithm is Algorithm.ONE_SHOT or Transfer.BULK not in usable
             )
@@ -204,7 +204,7 @@ def exchange_terms(machine: Machine, workload: Workload, fabric: Fabric, variant
     if world <= 1 or message <= 0:
         return []
     one_shot = variant.algorithm is Algorithm.ONE_SHOT
-    # The residual is read and the sum written in the same pass; the write of what is handed out belongs to the
+    # The residual is read and the sum written in the same pass; the write of what is returned belongs to the
     # exchange: normalized rows, or the sum where there are none.
     norms_before = workload.num_norms - workload.has_norm
     passes = workload.has_residual + norms_before + (workload.has_norm and workload.sum_is_used)

@@ -25,7 +25,7 @@ class Workload:
     gemm: Gemm | None = None
     """The GEMM that makes the partial result, where the rule's operation takes it in."""
     num_partials: int = 1
-    """All-reduces that meet in one sum (two where a mixture and its shared experts are added)."""
+    """All-reduces whose results are added (two where a mixture and its shared experts are added)."""
     num_norms: int = 1
     has_norm: bool = True
     """True if normalized rows are returned; false if the sum is the only result."""
