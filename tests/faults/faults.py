@@ -179,7 +179,7 @@ FAULTS: Mapping[str, Fault] = MappingProxyType({
     "killed": Fault("SIGKILL", gone(-signals.SIGKILL), _ALWAYS, _EVERY_MODE, signal=signals.SIGKILL),
     "terminated": Fault("SIGTERM", gone(-signals.SIGTERM), _ALWAYS, _EVERY_MODE, signal=signals.SIGTERM),
     "interrupted": Fault("SIGINT: KeyboardInterrupt", gone(-signals.SIGINT), (*_CALLS, Moment.EXIT)),
-    "raises": Fault("an exception of the program, that nobody catches", gone(1),
+    "raises": Fault("an exception of the program, that is not caught", gone(1),
                     (Moment.START, *_CALLS[:2], Moment.EXIT), _EVERY_MODE),
     "leaves": Fault("`sys.exit(0)`", gone(0), (Moment.START, Moment.BETWEEN), _EVERY_MODE),
     "never comes": Fault("sleeps for longer than `compile_timeout_s`", gone(0)),
@@ -217,7 +217,7 @@ FAULTS: Mapping[str, Fault] = MappingProxyType({
                            modes=COMPILED),
     "other model": Fault("another norm: another plan", harmless, modes=COMPILED),
     "a step fails": Fault("the step `plan` raises", harmless, modes=COMPILED),
-    "one graph more": Fault("one more layer, compiled apart", one_graph_more, modes=(Mode.REGIONS,)),
+    "one graph more": Fault("one more layer, compiled separately", one_graph_more, modes=(Mode.REGIONS,)),
     "other token count": Fault("one more token than its peers", calls_differ, (Moment.BETWEEN,), _EVERY_MODE),
     "other meeting": Fault("reserves a larger arena, which its peers do not", all_say(Saying.MEETINGS_DIFFER),
                            (Moment.FIRST_CALL,), (Mode.EAGER,)),
@@ -228,7 +228,7 @@ FAULTS: Mapping[str, Fault] = MappingProxyType({
                               harmless, (Moment.BETWEEN,), strikes_all=True),
     "compiled code collected": Fault("the compiled functions are garbage; the program compiles anew", harmless,
                                      (Moment.BETWEEN,), strikes_all=True),
-    "second thread": Fault("a second thread makes the call that the main thread waits in; it alone is told", harmless,
+    "second thread": Fault("a second thread makes the call that the main thread waits in; it alone gets the error", harmless,
                            (Moment.WITHIN,), (Mode.EAGER, Mode.GRAPH)),
 })  # fmt: skip
 

@@ -96,7 +96,7 @@ _PHRASES = {
     "PROFILE_DIFFERS": f"{_DIFFERENT} digests of the profile",
     "ALONE": "`AgreementError` with the rank, its peers and the guard",
     "RESIDUAL_DIFFERS": "`AgreementError` with site and ranks",
-    "MEETINGS_DIFFER": "`AgreementError` with what both ranks wanted to meet for",
+    "MEETINGS_DIFFER": "`AgreementError` with what both ranks wanted to synchronize for",
     "CALLS_DIFFER": "`AgreementError` with both ranks' site and token count",
     "NO_ARENA": "`ArenaError`: no arena was reserved",
     "NO_GROUP": "torch's `ValueError`: no group",

@@ -31,7 +31,7 @@ class Moment(StrEnum):
     RESERVING = "before the hosts are connected"
     CONNECTING = "while the hosts are connected"
     CALL = "within a call"
-    TRANSFER = "while megabytes are under way"
+    TRANSFER = "while megabytes are in flight"
 
 
 class Saying(Enum):
@@ -150,7 +150,7 @@ SLOW = Link(delay_us=20, gbit_per_s=0.05)
 
 FAULTS: dict[str, Fault] = {
     "link cut": Fault(
-        "no packet leaves or reaches a host any more, and nobody is told", Moment.CALL, SILENT, SILENT, SHORT_S, _cut,
+        "no packet leaves or reaches a host any more, and no rank is notified", Moment.CALL, SILENT, SILENT, SHORT_S, _cut,
         shapes=BOTH,
     ),
     "link cut in mid-transfer": Fault(
@@ -186,7 +186,7 @@ FAULTS: dict[str, Fault] = {
     "host killed": Fault("SIGKILL to all its ranks at once", Moment.CALL, EXITED, None, strike=_kill, shapes=BOTH),
     "host killed before connecting": Fault("as \"host killed\"", Moment.RESERVING, ABSENT, None, MEETING_S, _kill),
     "host lost": Fault(
-        "its link is cut, then its ranks are killed: nothing tells of it", Moment.CALL, SILENT, None, SHORT_S,
+        "its link is cut, then its ranks are killed: nothing reports it", Moment.CALL, SILENT, None, SHORT_S,
         _cut_and_kill, shapes=BOTH,
     ),
     "host lost before connecting": Fault("as \"host lost\"", Moment.RESERVING, ABSENT, None, MEETING_S, _cut_and_kill),
