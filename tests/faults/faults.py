@@ -228,8 +228,8 @@ FAULTS: Mapping[str, Fault] = MappingProxyType({
                               harmless, (Moment.BETWEEN,), strikes_all=True),
     "compiled code collected": Fault("the compiled functions are garbage; the program compiles anew", harmless,
                                      (Moment.BETWEEN,), strikes_all=True),
-    "second thread": Fault("a second thread makes the call that the main thread waits in; it alone gets the error", harmless,
-                           (Moment.WITHIN,), (Mode.EAGER, Mode.GRAPH)),
+    "second thread": Fault("a second thread makes the call that the main thread waits in; it alone gets the error",
+                           harmless, (Moment.WITHIN,), (Mode.EAGER, Mode.GRAPH)),
 })  # fmt: skip
 
 

@@ -150,8 +150,8 @@ SLOW = Link(delay_us=20, gbit_per_s=0.05)
 
 FAULTS: dict[str, Fault] = {
     "link cut": Fault(
-        "no packet leaves or reaches a host any more, and no rank is notified", Moment.CALL, SILENT, SILENT, SHORT_S, _cut,
-        shapes=BOTH,
+        "no packet leaves or reaches a host any more, and no rank is notified", Moment.CALL, SILENT, SILENT, SHORT_S,
+        _cut, shapes=BOTH,
     ),
     "link cut in mid-transfer": Fault(
         "as \"link cut\", at 0.05 Gbit/s, 0.15 s after the call began", Moment.TRANSFER, SILENT, SILENT, SHORT_S,
