@@ -25,7 +25,7 @@ from benchmarks import record
 from benchmarks.ranks import Place
 from benchmarks.suite import GPU, Asked, Needs, Setting, Suite, UsageError, product
 from benchmarks.workloads import gemm_all_reduce, scatter_gather
-from benchmarks.workloads.gemm_all_reduce import Cut, Inputs, chains_us
+from benchmarks.workloads.gemm_all_reduce import Inputs, chains_us, tiles_of
 from benchmarks.workloads.scatter_gather import ASYNC_TP, SEQUENCE, Gather, Scatter
 from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.fabrics import peer, topology
@@ -84,16 +84,16 @@ def wide_cases(asked: Asked) -> list[WideCase]:
 
 
 def reduced_cases(asked: Asked) -> list[DeepCase]:
-    list(map(Cut.parse, asked.of(PRODUCT_CUTS)))
+    list(map(tiles_of, asked.of(PRODUCT_CUTS)))  # a wrong one ends it before GPUs are used
     return deep_cases(asked)
 
 
 def reduced(place: Place, cases: Sequence[DeepCase], asked: Asked) -> Iterator[record.Row]:
-    cuts = [Cut.parse(text) for text in asked.of(PRODUCT_CUTS)]
+    cuts = {text: tiles_of(text) for text in asked.of(PRODUCT_CUTS)}
     most = max(case.tokens for case in cases)
     for hidden in dict.fromkeys(case.hidden for case in cases):
         bench = gemm_all_reduce.Bench(place, hidden, most)
-        for (tokens, k), cut in itertools.product(PRODUCTS_CHECKED, cuts[:2]):
+        for (tokens, k), cut in itertools.product(PRODUCTS_CHECKED, [*cuts.values()][:2]):
             bench.check(min(tokens, most), k, cut)
         place.say("results agree with an fp32 sum and on all ranks")
         for case in (case for case in cases if case.hidden == hidden):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,6 +17,7 @@ from benchmarks.suite import UsageError
 from benchmarks.timing import Effort, Step, chain, replayed_us
 from benchmarks.workloads.reduction import PUSH_BYTES_PER_S
 from weaveopt import _native
+from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.fabrics import peer, topology
 from weaveopt.fabrics.traits import header_bytes
 from weaveopt.measure.cases.memory import add_norm
@@ -44,22 +45,12 @@ def chains_us(
     )
 
 
-@dataclass(frozen=True)
-class Cut:
-    tile_columns: int
-    group_pairs: int
-    finisher_ctas: int
-
-    @staticmethod
-    def parse(text: str) -> Cut:
-        words = text.split(":")
-        if len(words) != 3 or not all(word.isdigit() for word in words):
-            raise UsageError(f"found cut {text!r}, expected COLUMNS:PAIRS:CTAS")
-        return Cut(*map(int, words))
-
-    @property
-    def name(self) -> str:
-        return f"{self.tile_columns}:{self.group_pairs}:{self.finisher_ctas}"
+def tiles_of(text: str) -> TileConfig:
+    """Tiles written as `COLUMNS:PAIRS:CTAS`. Raises `UsageError`."""
+    words = text.split(":")
+    if len(words) != 3 or not all(word.isdigit() for word in words):
+        raise UsageError(f"found tiles {text!r}, expected COLUMNS:PAIRS:CTAS")
+    return TileConfig(*map(int, words))
 
 
 @dataclass(frozen=True)
@@ -113,7 +104,7 @@ class Bench:
         call = calls.peer_call(f"benchmark.{self.hidden}.{ctas}", self.place.group, self.place.world, fused, True)
         return replace(call, timeout_s=20.0)
 
-    def tiles(self, inputs: Inputs, cut: Cut) -> tuple[Tensor, Tensor]:
+    def tiles(self, inputs: Inputs, cut: TileConfig) -> tuple[Tensor, Tensor]:
         tokens, k = inputs.a.shape
         total = torch.empty_like(inputs.residual)
         out = self.output[:tokens]
@@ -137,7 +128,7 @@ class Bench:
         dist.all_reduce(product)
         self.add_norm(product, inputs.residual, inputs.norm_weight)
 
-    def check(self, tokens: int, k: int, cut: Cut) -> None:
+    def check(self, tokens: int, k: int, cut: TileConfig) -> None:
         """Twice in a row against an fp32 sum; bitwise alike on all ranks. Raises `AssertionError`."""
         inputs, place = Inputs.make(self.place, tokens, self.hidden, k), self.place
         wide = torch.mm(inputs.a, inputs.weight.t()).float()
@@ -151,7 +142,7 @@ class Bench:
             got, total = self.tiles(inputs, cut)
         torch.cuda.synchronize()
         begin, end = (tokens * (place.rank + step) // place.world for step in (0, 1))
-        what = f"{tokens} x {self.hidden} x {k}, {cut.name}, rank {place.rank}"
+        what = f"{tokens} x {self.hidden} x {k}, {cut}, rank {place.rank}"
         torch.testing.assert_close(got.float(), normalized.float(), rtol=2e-2, atol=2e-2, msg=what)
         torch.testing.assert_close(total[begin:end], want[begin:end], rtol=2e-2, atol=2e-2, msg=what)
         sums = [torch.zeros((), dtype=torch.int64, device=place.device) for _ in range(place.world)]
@@ -159,7 +150,7 @@ class Bench:
         assert all(torch.equal(each, sums[0]) for each in sums), f"ranks differ: {what}"
         barrier()
 
-    def row(self, tokens: int, k: int, cuts: Sequence[Cut]) -> record.Row:
+    def row(self, tokens: int, k: int, cuts: Mapping[str, TileConfig]) -> record.Row:
         inputs = Inputs.make(self.place, tokens, self.hidden, k)
         product = torch.empty(tokens, self.hidden, device=self.place.device, dtype=torch.bfloat16)
         transposed = inputs.weight.t()
@@ -171,20 +162,21 @@ class Bench:
             "cublas": lambda: torch.mm(inputs.a, transposed, out=product),
             "sequence": lambda: self.library(inputs),
             **{f"strong_sequence_{ctas}": sequence(ctas) for ctas in EXCHANGE_CTAS},
-            **{cut.name: partial(self.tiles, inputs, cut) for cut in cuts},
+            **{name: partial(self.tiles, inputs, cut) for name, cut in cuts.items()},
         }
         us = chains_us(self.place, steps, 2.0 * tokens * self.hidden * k)
         strong = min(us.pop(f"strong_sequence_{ctas}") for ctas in EXCHANGE_CTAS)
-        best = min(cuts, key=lambda cut: us[cut.name])
+        fastest = min(cuts, key=us.__getitem__)
+        best = cuts[fastest]
         message = tokens * self.hidden * 2
         link_us = 2 * (self.place.world - 1) / self.place.world * message / PUSH_BYTES_PER_S * 1e6
         case = {"tokens": tokens, "hidden": self.hidden, "k": k, "dtype": "bfloat16", "ranks": self.place.world}
         return record.row(
-            case=case, weave_us=us[best.name],
+            case=case, weave_us=us[fastest],
             baselines={"strong_sequence": strong, "sequence": us["sequence"]},
             bound_us=max(us["cublas"], link_us),
             parameters={
                 "tile_columns": best.tile_columns, "group_pairs": best.group_pairs,
-                "finisher_ctas": best.finisher_ctas, **{f"us {cut.name}": round(us[cut.name], 1) for cut in cuts},
+                "finisher_ctas": best.finisher_ctas, **{f"us {name}": round(us[name], 1) for name in cuts},
             },
         )  # fmt: skip

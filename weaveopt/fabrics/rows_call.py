@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from weaveopt.errors import WeaveError
+from weaveopt.fabrics import call_text
 from weaveopt.fabrics.traits import TRAITS, arena_fabric, header_bytes
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, MemoryPlan
@@ -35,7 +35,7 @@ class RowsCall:
     """Calls on one channel follow one another."""
 
     def encode(self) -> str:
-        return json.dumps(vars(self), separators=(",", ":"), sort_keys=True)
+        return call_text.encode(self)
 
     def rows_of_rank(self, tokens: int, outer: int) -> int:
         """Rows of one rank in each block: `inner` of `tokens` rows as [outer, world, inner]. Raises `WeaveError` if
@@ -67,12 +67,7 @@ def decode(kind: type[C], text: str) -> C:
 
 
 def _decode(kind: type[C], text: str) -> C:
-    try:
-        record = json.loads(text)
-        record["fabric"] = Fabric(record["fabric"])
-        call = kind(**record)
-    except (ValueError, TypeError, KeyError) as error:
-        raise WeaveError(f"not an encoded {kind.__name__}: {text!r}: {error}") from None
+    call = call_text.decode(kind, text, kind.__name__)
     if call.dtype not in ("bfloat16", "float16", "float32"):
         raise WeaveError(f"site {call.site}: dtype {call.dtype} is not supported")
     return call

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 
 from weaveopt.errors import WeaveError, closest
+from weaveopt.fabrics import call_text
 from weaveopt.ops.experts.activation import Activation, ActivationName
 
 
@@ -56,21 +56,13 @@ class ExpertsCall:
         return next((kernels for most, kernels in self.table if tokens <= most), self.kernels)
 
     def encode(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"), sort_keys=True)
+        return call_text.encode(self)
 
 
 @cache
 def decode(text: str) -> ExpertsCall:
     """The call that `encode()` made `text` from. Raises `WeaveError` if it is none or its fields contradict."""
-    try:
-        record = json.loads(text)
-        call = ExpertsCall(
-            str(record["activation"]), bool(record["gated"]), bool(record["interleaved"]),
-            float(record["alpha"]), float(record["limit"]), str(record["kernels"]),
-            tuple((int(most), str(kernels)) for most, kernels in record["table"]),
-        )  # fmt: skip
-    except (ValueError, TypeError, KeyError) as error:
-        raise WeaveError(f"not an encoded moe_experts call: {text!r}: {error}") from None
+    call = call_text.decode(ExpertsCall, text, "moe_experts")
     known = tuple(activation.value for activation in ActivationName)
     if call.activation not in known:
         raise WeaveError(f"moe_experts: no activation {call.activation!r}; {closest(call.activation, known)}")

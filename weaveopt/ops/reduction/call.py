@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,9 +9,10 @@ from functools import cache
 from types import MappingProxyType
 
 from weaveopt.errors import WeaveError
-from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
+from weaveopt.fabrics import call_text
+from weaveopt.ops.reduction.variant import KernelRow
 from weaveopt.records.candidate import Fabric
-from weaveopt.records.norm import NormKind, NormSpec, Quant
+from weaveopt.records.norm import NormSpec, Quant
 
 
 @dataclass(frozen=True)
@@ -96,51 +96,22 @@ class ReductionCall:
     its own."""
 
     def encode(self) -> str:
-        record = {name: vars(value) if isinstance(value, NormSpec) else value for name, value in vars(self).items()}
-        record["table"] = [vars(row) for row in self.table]
-        return json.dumps(record, separators=(",", ":"), sort_keys=True)
+        return call_text.encode(self)
 
     def share(self, tokens: int, rank: int) -> tuple[int, int]:
         """First and last + 1 of the token rows that `rank` reduces in a two-shot exchange."""
         return tokens * rank // self.world, tokens * (rank + 1) // self.world
 
 
-def _norm(record: dict[str, str | float | bool] | None) -> NormSpec | None:
-    if record is None:
-        return None
-    return NormSpec(
-        NormKind(str(record["kind"])),
-        float(record["eps"]),
-        float(record["weight_offset"]),
-        bool(record["cast_before_weight"]),
-    )
-
-
-def _row(row: dict[str, str | int]) -> KernelRow:
-    return KernelRow(
-        int(row["max_tokens"]), Algorithm(str(row["algorithm"])), Transfer(str(row["transfer"])), int(row["num_ctas"])
-    )
-
-
 @cache
 def decode(text: str) -> ReductionCall:
     """The call that `encode()` made `text` from. Raises `WeaveError` if it is none or its fields contradict."""
-    try:
-        record = json.loads(text)
-        record["fabric"] = Fabric(record["fabric"])
-        record["sum_out"] = SumOut(record["sum_out"])
-        record["post"] = _norm(record["post"])
-        record["norm"] = _norm(record["norm"])
-        record["quant"] = Quant(record["quant"])
-        record["table"] = tuple(_row(row) for row in record["table"])
-        call = ReductionCall(**record)
-    except (ValueError, TypeError, KeyError) as error:
-        raise WeaveError(f"not an encoded all_reduce_norm call: {text!r}: {error}") from None
-    _check(call)
+    call = call_text.decode(ReductionCall, text, "all_reduce_norm")
+    check(call)
     return call
 
 
-def _check(call: ReductionCall) -> None:
+def check(call: ReductionCall) -> None:
     """Raises `WeaveError` for what no kernel could run."""
     features = FEATURES.get(call.fabric)
     where = f"site {call.site}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,6 +9,7 @@ from functools import cache
 
 from weaveopt.cost_model.tile_config import TILE_DTYPES, TILES, TileConfig, TileKernels
 from weaveopt.errors import WeaveError
+from weaveopt.fabrics import call_text
 from weaveopt.ops.reduction import call as reductions
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
 from weaveopt.records.norm import NormKind, Quant
@@ -76,22 +76,14 @@ class GemmReductionCall:
         return self.reduction.max_tokens if row is None else row.chunk_tokens
 
     def encode(self) -> str:
-        chunks = [[row.max_tokens, row.chunk_tokens] for row in self.chunks]
-        cut = None if self.cut is None else [self.cut.tile_columns, self.cut.group_pairs, self.cut.finisher_ctas]
-        record = {"reduction": self.reduction.encode(), "variant": self.variant, "chunks": chunks, "cut": cut}
-        return json.dumps(record, separators=(",", ":"), sort_keys=True)
+        return call_text.encode(self)
 
 
 @cache
 def decode(text: str) -> GemmReductionCall:
     """The call that `encode()` made `text` from. Raises `WeaveError` if it is none or its fields contradict."""
-    try:
-        record = json.loads(text)
-        chunks = tuple(ChunkRow(int(most), int(rows)) for most, rows in record["chunks"])
-        cut = None if record["cut"] is None else TileConfig(*(int(each) for each in record["cut"]))
-        call = GemmReductionCall(reductions.decode(record["reduction"]), str(record["variant"]), chunks, cut)
-    except (ValueError, TypeError, KeyError) as error:
-        raise WeaveError(f"not an encoded gemm_all_reduce_norm call: {text!r}: {error}") from None
+    call = call_text.decode(GemmReductionCall, text, "gemm_all_reduce_norm")
+    reductions.check(call.reduction)
     where = f"site {call.reduction.site}"
     if call.reduction.quant is not Quant.NONE:
         raise WeaveError(f"{where}: gemm_all_reduce_norm returns rows that are not quantized")
