@@ -7,8 +7,9 @@ from collections.abc import Iterable
 import torch
 import torch.fx as fx
 
-from weaveopt.ops.reduction.call import NormKind, NormSpec
+from weaveopt.ops.reduction.call import NormSpec
 from weaveopt.records.candidate import Rejection
+from weaveopt.records.norm import NormKind
 from weaveopt.records.site import Site, TokenCounts
 from weaveopt.rule import CapturedGraph, FoundSite
 from weaveopt.sites.reduction.matcher import KIND, Reduction, ReductionFacts

@@ -33,9 +33,9 @@ CALLS = (
     GemmReductionCall(REDUCTION, "tiles", cut=TileConfig(256, 1, 4)),
     ExpertsCall("silu", True, alpha=1.702, limit=float("inf"), table=((8, "triton"), (64, ExpertsKernel.ONE))),
     ExpertExchangeCall(*SENT, num_experts=4, choices=2),
-    AllGatherGemmCall(*SENT, hands_out_rows=True, cut="columns=256 pairs=1"),
+    AllGatherGemmCall(*SENT, returns_rows=True, cut="columns=256 pairs=1"),
     GemmReduceScatterCall(*SENT, channel=1, scale=-0.0, replicated="a b"),
-    GemmReduceScatterNormCall(*SENT, eps=1e-30, among_all=True),
+    GemmReduceScatterNormCall(*SENT, eps=1e-30, full_size_sum=True),
 )
 
 

@@ -18,10 +18,11 @@ from tests.graphs.calls import calls, sharded
 from tests.graphs.preview import fake_group, previewed
 from tests.graphs.reductions import RMS
 from weaveopt.inductor import seams as inductor
-from weaveopt.ops.reduction.call import NormKind, NormSpec, ReductionCall
+from weaveopt.ops.reduction.call import NormSpec, ReductionCall
 from weaveopt.ops.reduction.prices.workload import Workload
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Candidate, Fabric
+from weaveopt.records.norm import NormKind
 from weaveopt.records.site import Site
 from weaveopt.rewrites import RULES
 from weaveopt.rewrites.reduction.aliasing import aliasing_values
