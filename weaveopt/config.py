@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from weaveopt.errors import OptionError, closest
+from weaveopt.records.candidate import Fabric
 from weaveopt.records.skew import Skew
 
 OptionValue = bool | int | float | str | tuple[str, ...] | None
@@ -50,6 +51,12 @@ OPTIONS: tuple[Option, ...] = (
     Option("strict", "WEAVE_STRICT", False, "raise where a step fails instead of running the unrewritten graph"),
     Option("disable", "WEAVE_DISABLE", (), "rules that may not be used"),
     Option("force", "WEAVE_FORCE", (), "rules used wherever they are allowed, whatever the cost model predicts"),
+    Option(
+        "fabrics",
+        "WEAVE_FABRICS",
+        (),
+        "fabrics that may be used besides the library (default: all that reach the ranks)",
+    ),
     Option("machine", "WEAVE_MACHINE", None, "machine profile: a shipped name or a JSON file (default: what is found)"),
     Option("verify", "WEAVE_VERIFY", False, "time the best candidates on the ranks, and choose by that"),
     Option(
@@ -105,6 +112,7 @@ class Config:
     strict: bool = False
     disable: tuple[str, ...] = ()
     force: tuple[str, ...] = ()
+    fabrics: tuple[str, ...] = ()
     machine: str | None = None
     verify: bool = False
     verify_budget_s: float = 60.0
@@ -231,4 +239,9 @@ def resolve(
         for word in words if isinstance(words, tuple) else ():
             if rules and word not in rules:
                 raise OptionError(f"option {option_name!r}: unknown rule {word!r}: {closest(word, rules)}")
+    known = tuple(fabric.value for fabric in Fabric)
+    asked = values["fabrics"]
+    for word in asked if isinstance(asked, tuple) else ():
+        if word not in known:
+            raise OptionError(f"option 'fabrics': unknown fabric {word!r}: {closest(word, known)}")
     return Config(inductor=tuple(inductor), **values)  # type: ignore[arg-type]

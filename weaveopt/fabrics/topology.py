@@ -13,7 +13,7 @@ import socket
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -65,6 +65,8 @@ class Topology:
     """Two ranks of one host whose GPUs cannot map each other's memory, the first such pair."""
     no_multicast: Rejection | None = None
     """Why the ranks have no NVLink multicast mapping of their memory; None where torch makes one."""
+    allowed: frozenset[Fabric] = frozenset()
+    """Fabrics that the option `fabrics` names; empty: all. The library is always allowed."""
 
     @property
     def world(self) -> int:
@@ -83,6 +85,10 @@ class Topology:
         """Every fabric, with the reason why it does not reach all ranks of the group, or None where it does."""
         return tuple((fabric, self._against(fabric)) for fabric in Fabric)
 
+    def restricted(self, names: Iterable[str]) -> Topology:
+        """The same with no fabric but those of the option `fabrics`; no names: all."""
+        return replace(self, allowed=frozenset(map(Fabric, names)))
+
     def _against(self, fabric: Fabric) -> Rejection | None:
         found = rejection(fabric, self.device, self.num_hosts, self.fake, self.no_peer_access, self.no_multicast)
         if found is None and not TRAITS[fabric].within_host:
@@ -90,6 +96,8 @@ class Topology:
             if counts[0] != counts[-1]:
                 values = (("fewest", counts[0]), ("most", counts[-1]))
                 return Rejection("uneven_hosts", f"{fabric.value} joins hosts of equally many ranks", values)
+        if found is None and self.allowed and fabric not in (*self.allowed, Fabric.LIBRARY):
+            return Rejection("fabric_excluded", "the option fabrics leaves the fabric out", (("fabric", fabric.value),))
         return found
 
 

@@ -39,7 +39,7 @@ def context(captured: CapturedGraph, config: Config, known: Known | None = None)
     Raises `AgreementError` if one does not come.
     """
     if known is not None:
-        groups = dict.fromkeys(groups_of(captured), known.topology)
+        groups = dict.fromkeys(groups_of(captured), known.topology.restricted(config.fabrics))
         return GraphContext(Context(config, _routed(known.machine, config), groups))
     topologies = _topologies(captured, config)
     choice = machine_for(config, topologies, captured)
@@ -68,7 +68,10 @@ def _topologies(captured: CapturedGraph, config: Config) -> dict[str, Topology]:
     """Topologies by group, each with the device that its ranks use in this graph."""
     devices = devices_in(captured.graph)
     found = {group: topology.discover(group, config.compile_timeout_s) for group in groups_of(captured)}
-    return {group: replace(known, device=devices.get(group, known.device)) for group, known in found.items()}
+    return {
+        group: replace(known.restricted(config.fabrics), device=devices.get(group, known.device))
+        for group, known in found.items()
+    }
 
 
 def _routed(machine: Machine, config: Config) -> Machine:
