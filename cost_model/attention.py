@@ -127,7 +127,9 @@ ATTENTION = "attention"
 
 def shape_of(attention: Attention) -> KernelShape:
     """The kernel as it is timed; decode grows with the sequences, all else with the queries and their keys."""
-    fixed = (attention.heads, attention.kv_heads, attention.head_dim, attention.window, int(attention.mask_bytes > 0))
+    scores = attention.batch * attention.q_len * attention.kv_len
+    mask_item_bytes = -(-attention.mask_bytes // scores)
+    fixed = (attention.heads, attention.kv_heads, attention.head_dim, attention.window, mask_item_bytes)
     kernel = f"{ATTENTION} {attention.kernel} {attention.form}"
     if attention.q_len == 1:
         return KernelShape(kernel, attention.dtype, attention.batch, (*fixed, attention.kv_len))

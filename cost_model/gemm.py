@@ -166,3 +166,14 @@ def _around(axis: tuple[int, ...], value: int) -> tuple[tuple[int, float], ...]:
     low, high = axis[right - 1], axis[right]
     share = log(inside / low) / log(high / low)
     return ((right - 1, 1.0 - share), (right, share))
+
+
+def was_measured(machine: Machine, shape: KernelShape) -> bool:
+    """True if the profile measured a GEMM of this size; other kernels are always read between points."""
+    costs = next((each for each in machine.gemms if each.dtype == shape.dtype), None)
+    if shape.kernel != GEMM or costs is None or costs.samples is None:
+        return False
+    samples, (k, n) = costs.samples, shape.rest
+    if shape.size not in samples.m or n not in samples.n or k not in samples.k:
+        return False
+    return samples.at(samples.m.index(shape.size), samples.n.index(n), samples.k.index(k)) > 0

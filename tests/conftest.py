@@ -16,6 +16,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Tests decide by profiles, whose numbers are the same everywhere, but for those of the times themselves.
+os.environ.setdefault("WEAVE_TUNE_BUDGET_S", "0")
 # Else each process that compiles starts three others, to see whether torch loads for each of the CPU's vector units.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Else Python looks for garbage after every graph that is compiled.

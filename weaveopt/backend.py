@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from weaveopt import debug
 from weaveopt.autotune.candidate_run import Make
+from weaveopt.autotune.tune import tune
 from weaveopt.autotune.verify import verify
 from weaveopt.config import Config, OptionValue, resolve
 from weaveopt.errors import WeaveError
@@ -33,7 +34,7 @@ from weaveopt.pipeline.compilation import (
     of_each_variant,
     of_variants,
     run,
-)
+)  # fmt: skip
 from weaveopt.pipeline.context import context
 from weaveopt.pipeline.decide import decide
 from weaveopt.pipeline.plan import plan
@@ -55,35 +56,29 @@ def _regime(c: Compilation, v: VariantState) -> VariantState:
     return replace(v, frame=frame, regime=regime, tokens=tokens)
 
 
-def _price(c: Compilation, v: VariantState) -> VariantState:
-    frame = made(v.frame)
-    return replace(v, priced=price(v.captured, frame, frame.problem(v.tokens), c.context))
-
-
-def _verify(c: Compilation, v: VariantState) -> VariantState:
-    found = made(c.time)(made(v.priced), c.context)
-    return replace(v, priced=found.priced, timed=found.lines)
-
-
 def _choose(c: Compilation) -> Compilation:
     chosen = choose(c.decided, c.refused, c.regimes, c.context)
     return replace(c, chosen=chosen, sensitivity=sensitivities(chosen.best, c.context) if c.asks_sensitivity else ())
 
 
+RECOGNIZE = Step("recognize", of_each_variant(lambda c, v: replace(
+    v, sites=recognize(v.captured, c.rules, c.context))))  # fmt: skip
 OF_A_GRAPH = (
-    Step("recognize", of_each_variant(lambda c, v: replace(v, sites=recognize(v.captured, c.rules, c.context)))),
     Step("regime", of_each_variant(_regime)),
-    Step("price", of_each_variant(_price)),
-    Step("verify", of_each_variant(_verify), is_asked=lambda c: c.time is not None),
+    Step("price", of_each_variant(lambda c, v: replace(v, priced=price(
+        v.captured, made(v.frame), v.problem, c.context)))),
+    Step("verify", of_each_variant(lambda c, v: v.verified(c.time, c.context)), is_asked=lambda c: c.time is not None),
     Step("decide", of_each_variant(lambda c, v: replace(v, decided=decide(made(v.priced), c.rules, c.context)))),
-)
+)  # fmt: skip
 """Steps that the captured graph and every variant take alike."""
 DECIDE = (
     Step("capture", lambda c: c.with_captured(capture(c.module, c.name, c.graph_pass, c.inputs))),
     Step("context", lambda c: replace(c, found=context(c.graph, c.config, c.known)), always=True),
+    RECOGNIZE,
+    Step("tune", lambda c: replace(c, tuned=tune(c.graph, c.sites, c.rules, c.context, c.tunes)), always=True),
     *OF_A_GRAPH,
     Step("variants", lambda c: c.with_variants(variants(made(c.variants[0].decided), c.rules, c.context))),
-    *of_variants(OF_A_GRAPH),
+    *of_variants((RECOGNIZE, *OF_A_GRAPH)),
     Step("choose", _choose),
     Step("plan", lambda c: replace(c, planned=plan(made(c.best), c.rules, c.context))),
 )  # fmt: skip
@@ -115,8 +110,7 @@ def weave(
     try:
         debug.listen()
         config = resolve(options, seams.known_options(), rules.names)
-        entry = registry.open_entry(example_inputs, graph_module)
-        hooks = rules.inductor_hooks()
+        entry, hooks = registry.open_entry(example_inputs, graph_module), rules.inductor_hooks()
         make, counted = partial(seams.compile_alone, hooks=hooks), set[str]()
 
         # Inductor's own signature: what it passes is passed on unchanged.

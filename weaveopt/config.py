@@ -62,6 +62,14 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "verify_budget_s", "WEAVE_VERIFY_BUDGET_S", 60.0, "longest time that this takes for one graph", most=LONGEST_S
     ),
+    Option(
+        "tune_budget_s",
+        "WEAVE_TUNE_BUDGET_S",
+        5.0,
+        "longest time in which local kernels of one graph are timed; small graphs get less (0: none is timed)",
+        most=LONGEST_S,
+    ),
+    Option("tune_cache", "WEAVE_TUNE_CACHE", None, "folder that keeps those times (default: ~/.cache/weaveopt)"),
     Option("cuda_graphs", "WEAVE_CUDA_GRAPHS", False, "let Inductor replay the compiled graph as a CUDA graph"),
     Option(
         "max_tokens",
@@ -116,6 +124,8 @@ class Config:
     machine: str | None = None
     verify: bool = False
     verify_budget_s: float = 60.0
+    tune_budget_s: float = 5.0
+    tune_cache: str | None = None
     cuda_graphs: bool = False
     max_tokens: int = 8192
     arena_bytes: int = 0

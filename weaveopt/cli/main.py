@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from typing import NoReturn
 
 import weaveopt
-from weaveopt.cli import calibrate, doctor, explain, question
+from weaveopt.cli import calibrate, doctor, explain, question, tuned
 from weaveopt.errors import WeaveError
 
 MISUSE = 2
@@ -39,6 +39,9 @@ def parser() -> argparse.ArgumentParser:
         commands.add_parser("calibrate", help="measures this machine's ranks and writes a profile for --machine")
     )
     doctor.add_arguments(commands.add_parser("doctor", help="what this host has, and what to do about what is missing"))
+    tuned.add_arguments(
+        commands.add_parser("tuned", help="local kernels whose times compiles left on disk, and how to wipe them")
+    )
     return root
 
 
@@ -57,6 +60,8 @@ def _run(argv: Sequence[str] | None) -> int:
         return explain.run(question.question(args))
     if command == "calibrate":
         return calibrate.run(calibrate.question(args))
+    if command == "tuned":
+        return tuned.run(args.cache, args.wipe)
     return doctor.run(args.format)
 
 

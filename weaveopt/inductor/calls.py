@@ -198,11 +198,20 @@ def _gemm(node: fx.Node, tokens: int) -> GemmCall | None:
         return None
     name, dtype = name_of(node.target)[1], dtype_name(a)
     k, n = shape_of(a)[-1], shape_of(out[0])[-1]
-    rows, grows = num_elements(a) // max(k, 1), has_rows(a, tokens)
+    rows, grows, layout = num_elements(a) // max(k, 1), has_rows(a, tokens), _layout(name, a, b)
     if "grouped" in name:
-        return GemmCall(Gemm(rows, k, n), dtype, groups=shape_of(b)[0] if b.ndim == 3 else 1, grows=grows)
+        return GemmCall(Gemm(rows, k, n, layout), dtype, groups=shape_of(b)[0] if b.ndim == 3 else 1, grows=grows)
     batch = shape_of(a)[0] if name in ("bmm", "baddbmm") else 1
-    return GemmCall(Gemm(rows // max(batch, 1), k, n), dtype, batch, grows=grows)
+    return GemmCall(Gemm(rows // max(batch, 1), k, n, layout), dtype, batch, grows=grows)
+
+
+def _layout(name: str, a: torch.Tensor, b: torch.Tensor) -> str:
+    """How a call stores its operands, by rows (`r`) or columns (`c`), and what it is if no plain GEMM: `rc addmm`."""
+    stored = "".join("c" if hint(each.stride(-2)) == 1 and hint(each.stride(-1)) != 1 else "r" for each in (a, b))
+    # These take a weight as [n, k].
+    by_rows = {"r": "c", "c": "r"}
+    stored = stored[0] + by_rows[stored[1]] if name in _LINEARS else stored
+    return stored if name in ("mm", "bmm", "_grouped_mm", *_LINEARS) else f"{stored} {name}"
 
 
 def _operand(node: fx.Node, which: str) -> torch.Tensor | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from functools import cached_property
 from itertools import count
 from typing import Protocol, TypeVar
 
@@ -12,6 +14,7 @@ import torch
 import torch.fx as fx
 
 from weaveopt.config import Config
+from weaveopt.cost_model.timed import TimedKernels
 from weaveopt.errors import AgreementError, OrderError, PeerTimeoutError, WeaveError
 from weaveopt.graph.facts import groups_in
 from weaveopt.inductor.seams import GraphPass
@@ -22,18 +25,43 @@ from weaveopt.pipeline.context import GraphContext, Known
 from weaveopt.pipeline.decide import DecidedGraph
 from weaveopt.pipeline.plan import Planned
 from weaveopt.pipeline.price import PricedGraph
-from weaveopt.pipeline.problem import ProblemTemplate
+from weaveopt.pipeline.problem import Problem, ProblemTemplate
 from weaveopt.pipeline.rewrite import NOTHING_REWRITTEN, Rewritten
 from weaveopt.pipeline.specialize import guard
 from weaveopt.records.candidate import Rejection
 from weaveopt.records.order import ANY_ORDER, CODE, Order
-from weaveopt.records.report import Fallback, GraphReport, Regime, Sensitivity, Values, WorkFailure
+from weaveopt.records.report import (
+    Doubt,
+    Fallback,
+    GraphReport,
+    KernelReport,
+    Regime,
+    Sensitivity,
+    Values,
+    WorkFailure,
+)
 from weaveopt.records.site import TokenCounts
 from weaveopt.rule import CapturedGraph, Context, FoundSite, RuleSet
 
 Part = TypeVar("Part")
 graph_numbers = count()
 ORDER_LOST = Rejection(CODE, "the graph runs as it was: its communication was written in another order than was asked")
+
+
+class TunedKernels(Protocol):
+    """Local kernels that were timed for the captured graph."""
+
+    @property
+    def times(self) -> TimedKernels: ...
+
+    @property
+    def kernels(self) -> tuple[KernelReport, ...]: ...
+
+    @property
+    def line(self) -> str: ...
+
+    @property
+    def doubts(self) -> tuple[Doubt, ...]: ...
 
 
 class TimedGraph(Protocol):
@@ -46,6 +74,19 @@ class TimedGraph(Protocol):
     def lines(self) -> tuple[str, ...]:
         """Notes of the measurement, a line each."""
         ...
+
+
+Timing = Callable[[PricedGraph, Context], TimedGraph]
+
+
+class Tunes(Enum):
+    """Task of the step `tune`."""
+
+    TIMES = auto()
+    """Local kernels are timed on the devices that are here."""
+    DOUBTS = auto()
+    """No device is here; choices that rest on prices between measured ones are named."""
+    NOTHING = auto()
 
 
 @dataclass(frozen=True)
@@ -61,6 +102,16 @@ class VariantState:
     priced: PricedGraph | None = None
     timed: tuple[str, ...] = ()
     decided: DecidedGraph | None = None
+
+    def verified(self, time: Timing | None, context: Context) -> VariantState:
+        """The variant with measured times."""
+        found = made(time)(made(self.priced), context)
+        return replace(self, priced=found.priced, timed=found.lines)
+
+    @property
+    def problem(self) -> Problem:
+        """The sites' problem within the regime."""
+        return made(self.frame).problem(self.tokens)
 
     @property
     def is_undecided(self) -> bool:
@@ -78,12 +129,13 @@ class Compilation:
     graph_pass: GraphPass
     known: Known | None = None
     """Set by `preview` alone."""
-    time: Callable[[PricedGraph, Context], TimedGraph] | None = None
+    time: Timing | None = None
     """Times candidates on the ranks, with the option `verify`."""
     asks_sensitivity: bool = False
     name: str = field(default_factory=lambda: f"graph{next(graph_numbers)}")
     captured: CapturedGraph | None = None
     found: GraphContext | None = None
+    tuned: TunedKernels | None = None
     variants: tuple[VariantState, ...] = ()
     """The captured graph first."""
     chosen: ChosenGraph | None = None
@@ -113,9 +165,24 @@ class Compilation:
     def with_variants(self, variants: Sequence[CapturedGraph]) -> Compilation:
         return replace(self, variants=(*self.variants, *map(VariantState, variants)))
 
-    @property
+    @cached_property
     def context(self) -> Context:
-        return made(self.found).context
+        """The context with the times of local kernels, once there are any."""
+        context = made(self.found).context
+        if self.tuned is None:
+            return context
+        return replace(context, machine=replace(context.machine, timed=self.tuned.times))
+
+    @property
+    def tunes(self) -> Tunes:
+        if self.known is None:
+            return Tunes.TIMES
+        return Tunes.DOUBTS if self.asks_sensitivity else Tunes.NOTHING
+
+    @property
+    def sites(self) -> tuple[FoundSite, ...] | None:
+        """Sites of the captured graph; None where a step failed."""
+        return None if self.fallbacks else self.variants[0].sites
 
     @property
     def graphs(self) -> tuple[fx.Graph, ...]:
@@ -175,6 +242,9 @@ class Compilation:
         if self.fallbacks:
             return plain
         report = replace(plain, sensitivity=self.sensitivity)
+        if self.tuned is not None:
+            tuned = self.tuned
+            report = replace(report, kernels=tuned.kernels, tuned=tuned.line, doubts=tuned.doubts)
         if self.chosen is not None:
             report = replace(report, regime=self.chosen.regime, variants=self.chosen.compared)
         if final is not None:

@@ -126,7 +126,7 @@ def settings(context: Context) -> dict[str, str]:
     found["version of torch"] = torch.__version__
     found["machine of the CPU"] = platform.machine()
     found["machine profile"] = context.machine.name
-    found["constants of the machine profile"] = digest([repr(context.machine)])
+    found["constants of the machine profile"] = digest([repr(context.machine.untimed)])
     return found
 
 

@@ -121,6 +121,31 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class KernelReport:
+    """A local kernel that was timed at its exact shape when the graph was compiled."""
+
+    kernel: str
+    """Kernel, dtype, sizes and layout: `gemm bfloat16 1500x5120x13824 rc`."""
+    us: float
+    """The longest time of all ranks."""
+    profile_us: float
+    """Time that the profile predicts."""
+    relative_error: float
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """A choice that an error of one local kernel's price may turn."""
+
+    sites: tuple[str, ...]
+    kernel: str
+    us: float
+    """Time that the profile predicts for it."""
+    loss_us: float
+    """Most that the choice may lose by the error."""
+
+
+@dataclass(frozen=True)
 class GraphReport:
     """One captured graph: every site with its decision, the arena, and what changed rounding."""
 
@@ -151,6 +176,13 @@ class GraphReport:
     timed: tuple[str, ...] = ()
     """Measurements by the ranks under the option `verify`, and those left to the prediction with the reason; one
     line each."""
+
+    kernels: tuple[KernelReport, ...] = ()
+    """Local kernels that were timed for this graph, longest first."""
+    tuned: str = ""
+    """How many of them were timed in this compile; empty where none was asked for."""
+    doubts: tuple[Doubt, ...] = ()
+    """Choices that rest on a price between measured ones; computed only by `weaveopt explain`."""
 
     @property
     def num_rewritten(self) -> int:

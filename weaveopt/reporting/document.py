@@ -111,6 +111,9 @@ def _graph(graph: GraphReport) -> Json:
         "headline": _headline(graph),
         "whole": _before_and_after(before, after) if graph.work else None,
         "timed": list(graph.timed),
+        "kernels": [asdict(kernel) for kernel in graph.kernels],
+        "tuned": graph.tuned,
+        "doubts": [asdict(doubt) for doubt in graph.doubts],
         "sensitivity": [_sensitivity(found) for found in graph.sensitivity],
     }
 

@@ -27,9 +27,11 @@ from weaveopt.records.memory import Channel, Lifetime, MemoryPlan, PlacedBuffer
 from weaveopt.records.report import (
     ChoiceRange,
     Decision,
+    Doubt,
     Fallback,
     GraphBreak,
     GraphReport,
+    KernelReport,
     MachineSummary,
     OutsideCommunication,
     OutsideWork,
@@ -248,6 +250,9 @@ class _Graph(Struct, frozen=True):
     work_failure: WorkFailure | None = None
     sensitivity: tuple[_Sensitivity, ...] = ()
     timed: Texts = ()
+    kernels: tuple[KernelReport, ...] = ()
+    tuned: str = ""
+    doubts: tuple[Doubt, ...] = ()
 
     def record(self) -> GraphReport:
         return GraphReport(
@@ -266,6 +271,9 @@ class _Graph(Struct, frozen=True):
             variants=tuple(each.record() for each in self.variants),
             variant=self.variant,
             timed=self.timed,
+            kernels=self.kernels,
+            tuned=self.tuned,
+            doubts=self.doubts,
         )
 
 

@@ -22,10 +22,16 @@ def library(case: Attention, device: torch.device) -> Call:
     sets = [operands(case, device, repeated=False) for _ in range(turns(case))]
 
     def run(index: int) -> object:
-        query, key, value = sets[index % len(sets)]
-        return torch.ops.weave.library_attention(query, key, value, SCALE, case.causal, 0, case.kernel)
+        return library_call(*sets[index % len(sets)], SCALE, case.causal, case.kernel)
 
     return run
+
+
+def library_call(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool, kernel: str
+) -> object:
+    """One of the library's kernels, without window."""
+    return torch.ops.weave.library_attention(query, key, value, scale, causal, 0, kernel)
 
 
 def masked(case: Attention, device: torch.device) -> Call:

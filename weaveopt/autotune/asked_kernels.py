@@ -1,0 +1,138 @@
+"""Local kernels that the decision for a graph rests on, and how much each of their prices matters to it.
+
+The price of a graph is worked out once with a table that only writes down what it is asked: whatever a site, a
+candidate or the rest of the graph needs is found, without any rule saying so. A kernel is worth as much as the decision
+may lose by an error of its price: what another choice would gain if that price were off by as much as it may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from weaveopt.cost_model.timed import ByProfile, KernelShape
+from weaveopt.pipeline.price import price
+from weaveopt.pipeline.problem import Problem, ProblemTemplate
+from weaveopt.pipeline.token_counts import symbolic_counts, tokens_at
+from weaveopt.records.site import TokenCounts
+from weaveopt.rule import CapturedGraph, Context
+
+Counts = Mapping[int, TokenCounts]
+
+
+@dataclass(frozen=True)
+class AskedKernel:
+    """A kernel, what the profile says of it, and what its price matters."""
+
+    shape: KernelShape
+    us: float
+    loss_us: float = 0.0
+    """Most that the decision may lose by an error of this price; 0: no choice turns on it."""
+    turns: tuple[int, ...] = ()
+    """Kinds of sites, by the position of the first, whose choice such an error turns."""
+
+    @property
+    def worth(self) -> tuple[bool, float, float]:
+        """What is timed first: what turns a choice, by what that loses, and then the longest."""
+        return (self.loss_us > 0.0, self.loss_us, self.us)
+
+
+class _Asked:
+    """Table without any time, which keeps what it is asked."""
+
+    def __init__(self) -> None:
+        self.us_of: dict[KernelShape, float] = {}
+
+    def us(self, shape: KernelShape, by_profile: ByProfile) -> float:
+        found = self.us_of[shape] = by_profile(shape.size)
+        return found
+
+
+@dataclass(frozen=True)
+class _Off:
+    """Table in which one kernel takes longer than the profile says."""
+
+    shape: KernelShape
+    factor: float
+
+    def us(self, shape: KernelShape, by_profile: ByProfile) -> float:
+        us = by_profile(shape.size)
+        return us * self.factor if replace(shape, layout="") == self.shape else us
+
+
+class AskedPrices:
+    """The prices of one graph at the token counts that its decision looks at."""
+
+    def __init__(self, captured: CapturedGraph, frame: ProblemTemplate, context: Context) -> None:
+        self._captured, self._frame, self._context = captured, frame, context
+        self._counts = _counts(captured, frame, context)
+
+    def kernels(self) -> tuple[AskedKernel, ...]:
+        """Every kernel that a price at one of the counts rests on, each layout once."""
+        asked = _Asked()
+        context = self._with(asked)
+        for counts in self._counts:
+            problem = self._frame.problem(counts, context)
+            if counts == self._counts[0]:
+                found = price(self._captured, self._frame, problem, context)
+                _ = found.baseline  # the rest of the graph
+        stored = {replace(shape, layout="") for shape in asked.us_of if shape.layout}
+        layouts = {replace(shape, size=0, layout=""): shape.layout for shape in asked.us_of if shape.layout}
+        kernels = {}
+        for shape, us in asked.us_of.items():
+            if shape.layout or shape not in stored:
+                # Candidates do not say how operands are stored: as the graph has them, at whatever size.
+                layout = shape.layout or layouts.get(replace(shape, size=0), "")
+                kernels[replace(shape, layout=layout)] = AskedKernel(replace(shape, layout=layout), us)
+        return tuple(kernels.values())
+
+    def weighed(self, kernels: Sequence[AskedKernel], relative_error: float) -> tuple[AskedKernel, ...]:
+        """The same kernels with what the decision may lose by an error of each price."""
+        before = [self._problem(counts, self._context) for counts in self._counts]
+        return tuple(self._weighed(kernel, before, relative_error) for kernel in kernels)
+
+    def _weighed(self, kernel: AskedKernel, before: Sequence[Problem], relative_error: float) -> AskedKernel:
+        context = self._with(_Off(replace(kernel.shape, layout=""), 1.0 + relative_error))
+        loss_us, turns = 0.0, dict[int, None]()
+        for counts, problem in zip(self._counts, before, strict=True):
+            for kind, lost_us in _losses(problem, self._problem(counts, context)).items():
+                loss_us += lost_us
+                turns[kind] = None
+        return replace(kernel, loss_us=loss_us, turns=tuple(turns))
+
+    def _problem(self, counts: Counts, context: Context) -> Problem:
+        return self._frame.problem(counts, context, usable_only=True)
+
+    def _with(self, table: _Asked | _Off) -> Context:
+        return replace(self._context, machine=replace(self._context.machine, timed=table))
+
+
+def _counts(captured: CapturedGraph, frame: ProblemTemplate, context: Context) -> tuple[Counts, ...]:
+    """Token counts of the sites: those of the captured call, and of symbolic ones two more, between it and the ends."""
+    symbolic = symbolic_counts(captured, frame.sites)
+    if symbolic is None:
+        return ({},)
+    last = max(symbolic.first, min(context.config.max_tokens, symbolic.end or context.config.max_tokens))
+    ends = (round((symbolic.first * symbolic.hint) ** 0.5), round((symbolic.hint * last) ** 0.5))
+    steps = {max(end // symbolic.step, 1) * symbolic.step for end in ends} - {symbolic.hint}
+    return ({}, *(tokens_at(captured, frame.sites, tokens) for tokens in sorted(steps)))
+
+
+def _losses(before: Problem, after: Problem) -> dict[int, float]:
+    """Loss of each kind of site with the choice that is best before, where prices change as much as from `before`
+    to `after`, or as much the other way."""
+    chosen, losses = before.best(), dict[int, float]()
+    rows = zip(before.costs_us, after.costs_us, strict=True)
+    for index, (costs, others) in enumerate(rows):
+        if len(costs) != len(others):
+            continue
+        best = chosen[index]
+        # Costs are straight lines of one price: what it changes in one direction it changes in the other.
+        changed = [
+            abs((there - others[best]) - (here - costs[best])) for here, there in zip(costs, others, strict=True)
+        ]
+        lost_us = max(change - (here - costs[best]) for change, here in zip(changed, costs, strict=True))
+        if lost_us > 0.0 and any(changed):
+            kind = before.kinds[index]
+            losses[kind] = losses.get(kind, 0.0) + lost_us
+    return losses

@@ -1,0 +1,192 @@
+"""Tune: local kernels that the decision for a graph rests on are timed on the ranks that will run it.
+
+Where the graph is compiled on the devices of its machine, each kernel that a price asks for (`asked_kernels`) is timed
+once at its exact shape, by all ranks at once, within a budget, what may turn a choice first. All ranks then use the
+longest times, and keep them on disk. Where no device is there, nothing is timed, and the report says which choices
+rest on a price between measured ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from weaveopt.autotune.asked_kernels import AskedKernel, AskedPrices
+from weaveopt.autotune.device_class import device_class
+from weaveopt.autotune.kernel_exchange import KernelExchange, NoAgreementError
+from weaveopt.autotune.kernel_store import KernelStore, LeftKernel, default_folder
+from weaveopt.autotune.kernel_timing import KernelTimings, time_kernels
+from weaveopt.config import LONGEST_S
+from weaveopt.cost_model.gemm import was_measured
+from weaveopt.cost_model.timed import NOTHING_TIMED, KernelShape, KernelTime, TimedKernels
+from weaveopt.graph.facts import runs_on_gpu
+from weaveopt.graph.values import bytes_of, tensors_of
+from weaveopt.pipeline.compilation import Tunes
+from weaveopt.pipeline.problem import ProblemTemplate
+from weaveopt.records.report import Doubt, KernelReport
+from weaveopt.rule import CapturedGraph, Context, FoundSite, RuleSet
+from weaveopt.wording import counted
+
+SECONDS_A_NODE = 0.0025
+"""Share of the budget that a node of the graph brings: a tenth of what Inductor takes to compile it, at least."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """Times of local kernels, and what there is to say of them."""
+
+    times: TimedKernels = NOTHING_TIMED
+    kernels: tuple[KernelReport, ...] = ()
+    """Kernels with a time, longest first."""
+    line: str = ""
+    """How many were timed; empty where nothing was asked for."""
+    doubts: tuple[Doubt, ...] = ()
+
+
+NOT_TUNED = Tuned()
+
+
+def tune(
+    captured: CapturedGraph, sites: Sequence[FoundSite] | None, rules: RuleSet, context: Context, asked: Tunes
+) -> Tuned:
+    """Time the kernels of a graph. `sites` is None where a step failed on this rank, whose peers must not wait for it.
+
+    A failure costs the times and no rewrite: profiles decide then.
+    """
+    if asked is not Tunes.TIMES:
+        return _doubts(captured, sites, rules, context) if sites and asked is Tunes.DOUBTS else NOT_TUNED
+    topologies = [context.topologies[name] for name in captured.groups]
+    device = "cuda" if runs_on_gpu(captured.graph) else "cpu"
+    why = _against(captured, context, device)
+    if why is not None:
+        return Tuned(line=why)
+    if sites is not None and not sites and not captured.groups:
+        return NOT_TUNED  # no choice rests on anything
+    per_host = max((each.world // each.num_hosts for each in topologies), default=1)
+    store = KernelStore(folder_of(context), device_class(device, per_host))
+    tuning = _Tuning(captured, sites, rules, context, store, torch.device(device))
+    try:
+        return tuning.run(KernelExchange(topologies, context.config.compile_timeout_s))
+    except NoAgreementError as error:
+        return Tuned(line=f"no kernel was timed: {error}")
+
+
+def folder_of(context: Context) -> Path:
+    """The folder of the option `tune_cache`, else the user's."""
+    named = context.config.tune_cache
+    return default_folder() if named is None else Path(named).expanduser()
+
+
+def _against(captured: CapturedGraph, context: Context, device: str) -> str | None:
+    """Why nothing is timed; the same on all ranks. Empty where that is not worth a line."""
+    machine = context.machine
+    topologies = [context.topologies[name] for name in captured.groups]
+    if context.config.tune_budget_s <= 0.0 or any(known.fake for known in topologies):
+        return ""
+    if machine.device != device or (device == "cuda" and not torch.cuda.is_available()):
+        return ""
+    if any(machine.oversubscription(known.world, known.num_hosts) > 1.0 for known in topologies):
+        return "no kernel was timed: ranks share cores, and single times say nothing there"
+    return None
+
+
+class _Tuning:
+    """The kernels of one graph on this rank."""
+
+    def __init__(
+        self, captured: CapturedGraph, sites: Sequence[FoundSite] | None, rules: RuleSet, context: Context,
+        store: KernelStore, device: torch.device,
+    ) -> None:  # fmt: skip
+        self._captured, self._context, self._store, self._device = captured, context, store, device
+        self._failure = ""
+        self._timings = KernelTimings(())
+        self._prices: AskedPrices | None = None
+        self._asked: tuple[AskedKernel, ...] = ()
+        if sites:
+            self._attempt(lambda: self._ask(ProblemTemplate(captured, sites, rules, context)))
+
+    def _ask(self, frame: ProblemTemplate) -> None:
+        self._prices = AskedPrices(self._captured, frame, self._context)
+        self._asked = self._prices.kernels()
+
+    def run(self, exchange: KernelExchange) -> Tuned:
+        """Exchange what is known, time what some rank lacks, and exchange again. Raises `NoAgreementError`."""
+        found, budget_s = self._store.read(), self._budget_s()
+        known = {each.shape: found.times[each.shape] for each in self._asked if each.shape in found.times}
+        num_known = len(known)
+        missing = [each for each in self._asked if not found.is_settled(each.shape, budget_s)]
+        shared = exchange.shared(known.values(), len(missing))
+        times, timings, took_s = shared.times, KernelTimings(()), 0.0
+        if shared.num_missing:
+            # The first exchange was a barrier: all ranks draw power at once, as in the model.
+            began = time.perf_counter()
+            self._attempt(lambda: self._time([each for each in missing if each.shape not in times], budget_s))
+            timings, took_s = self._timings, time.perf_counter() - began
+            fresh = {**times, **{each.shape: each for each in timings.times}}
+            times = exchange.shared(fresh.values(), 0, more_s=budget_s).times
+        learned = [times[each.shape] for each in self._asked if each.shape in times and each.shape not in known]
+        left = [LeftKernel(shape, budget_s) for shape in timings.left]
+        left += [LeftKernel(shape, LONGEST_S) for shape in timings.failed]
+        if (learned or left) and not self._store.add(learned, left):
+            self._failure = self._failure or f"{self._store.folder} cannot be written"
+        return Tuned(TimedKernels(times.values()), self._rows(times), self._line(num_known, timings, took_s))
+
+    def _time(self, lacking: Sequence[AskedKernel], budget_s: float) -> None:
+        if self._prices is None:
+            return
+        began = time.perf_counter()
+        weighed = self._prices.weighed(lacking, self._context.machine.relative_error)
+        order = sorted(weighed, key=lambda each: each.worth, reverse=True)
+        rest_s = budget_s - (time.perf_counter() - began)
+        self._timings = time_kernels(order, self._device, rest_s, _weight_bytes(self._captured))
+
+    def _budget_s(self) -> float:
+        return min(self._context.config.tune_budget_s, SECONDS_A_NODE * len(self._captured.graph.nodes))
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        """Do a part of the work that peers need not hear of when it fails."""
+        try:
+            work()
+        except Exception as error:  # whatever went wrong, the profile's prices are there
+            self._failure = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
+
+    def _rows(self, times: Mapping[KernelShape, KernelTime]) -> tuple[KernelReport, ...]:
+        rows = [
+            KernelReport(str(each.shape), times[each.shape].us, round(each.us, 3), times[each.shape].relative_error)
+            for each in self._asked
+            if each.shape in times
+        ]
+        return tuple(sorted(rows, key=lambda row: (-row.us, row.kernel)))
+
+    def _line(self, num_known: int, timings: KernelTimings, took_s: float) -> str:
+        if not self._asked and not self._failure:
+            return ""
+        line = f"{counted(len(timings.times), 'kernel')} timed in {took_s:.2f} s, {num_known} known from before"
+        if timings.left:
+            line += f", {len(timings.left)} left to the profile: the budget is spent (option tune_budget_s)"
+        if timings.failed:
+            line += f", {len(timings.failed)} cannot be timed alone"
+        return line + (f"; {self._failure}" if self._failure else "")
+
+
+def _weight_bytes(captured: CapturedGraph) -> int:
+    """Bytes of the graph's inputs."""
+    inputs = (node for node in captured.graph.nodes if node.op == "placeholder")
+    return sum(bytes_of(value) for node in inputs for value in tensors_of(node))
+
+
+def _doubts(captured: CapturedGraph, sites: Sequence[FoundSite], rules: RuleSet, context: Context) -> Tuned:
+    """The choices of a graph that hang on a price which the profile did not measure, where no device is there."""
+    prices = AskedPrices(captured, ProblemTemplate(captured, sites, rules, context), context)
+    machine = context.machine
+    unmeasured = [each for each in prices.kernels() if not was_measured(machine, each.shape)]
+    weighed = [each for each in prices.weighed(unmeasured, machine.relative_error) if each.turns]
+    found = []
+    for each in sorted(weighed, key=lambda each: each.worth, reverse=True):
+        names = tuple(sites[index].site.id for index in each.turns)
+        found.append(Doubt(names, str(each.shape), round(each.us, 3), round(each.loss_us, 3)))
+    return Tuned(doubts=tuple(found))
