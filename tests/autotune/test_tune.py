@@ -17,6 +17,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from tests.graphs import forms
 from tests.graphs.executing import executing
 from tests.graphs.nonempty import some
+from tests.graphs.preview import fake_group
 from tests.house import toys
 from tests.house.test_toys import chain, chain_inputs
 from tests.ranks import run_ranks
@@ -30,8 +31,10 @@ from weaveopt.cost_model import Attention, Gemm, gemm_us
 from weaveopt.cost_model.attention import shape_of
 from weaveopt.cost_model.gemm import was_measured
 from weaveopt.cost_model.timed import KernelShape, KernelTime
+from weaveopt.fabrics import topology
+from weaveopt.preview import preview
 from weaveopt.records.candidate import LEAVE, Estimate, Term
-from weaveopt.records.report import GraphReport
+from weaveopt.records.report import GraphReport, Report
 from weaveopt.records.site import TokenCounts
 from weaveopt.reporting.document import to_json
 from weaveopt.reporting.document_reader import from_json
@@ -121,6 +124,10 @@ def times_of(report: GraphReport) -> dict[str, float]:
     return {kernel.kernel: kernel.us for kernel in report.kernels}
 
 
+def whole_of(report: GraphReport) -> Report:
+    return replace(live_report(None), graphs=(report,))
+
+
 TOY_KERNEL = f"gemm float32 {ROWS}x{forms.HIDDEN}x{WIDTH}"
 
 
@@ -138,8 +145,7 @@ def _agreement(rank: int, folder: str) -> dict[str, object]:
     failing = compiled_chain(FakeClock({WIDTH: 0.5}, dies=rank == 1), replace(BASE, tune_cache=f"{folder}/fourth"))
     off = FakeClock({})
     without = compiled_chain(off, replace(config, tune_budget_s=0.0))
-    shown = text(replace(live_report(None), graphs=(slow,)))
-    whole = replace(live_report(None), graphs=(slow,))
+    shown, whole = text(whole_of(slow)), whole_of(slow)
     assert from_json(to_json(whole)) == whole
     assert "kernels timed in" in shown and f"{TOY_KERNEL}: timed 90,000.0 us" in shown
     assert mixed_clock.num_calls <= 1
@@ -315,7 +321,22 @@ def test_weights_take_turns_in_cold_memory() -> None:
 
 
 def test_explain_names_choices_that_hang_on_an_unmeasured_price() -> None:
-    """The shape of docs/cost-model.md: the GEMM of 1500 rows lies between measured ones; one of 2048 rows does not."""
+    """A price that is in all choices alike turns none; that of the toy alone does."""
+    torch._dynamo.reset()
+    unsure = replace(cost_model.load("cpu"), relative_error=1e4)
+    reports: list[GraphReport] = []
+    with fake_group(2), torch.no_grad():
+        seen = preview(BASE, topology.fake(2), unsure, reports.append, TOYS, ask_sensitivity=True)
+        torch.compile(chain, backend=seen, dynamic=False)(*chain_inputs(ROWS))
+    (report,) = reports
+    (decision,) = report.decisions
+    assert [doubt.kernel for doubt in report.doubts] == [TOY_KERNEL]
+    (doubt,) = report.doubts
+    assert doubt.sites == (decision.site.id,) and doubt.loss_us > 0.0 and report.kernels == ()
+    assert f"hangs on a price between measured ones: {decision.site.id}" in text(whole_of(report))
+
+
+def test_a_measured_size_is_told_from_one_between() -> None:
     machine = cost_model.load("h100x2")
     assert was_measured(machine, KernelShape("gemm", "bfloat16", 2048, (4096, 8192)))
     assert not was_measured(machine, KernelShape("gemm", "bfloat16", 1500, (4096, 8192)))

@@ -1,1 +1,1 @@
-"""Local kernels timed at their shapes; and the option `verify`: the best candidates of a site run on the ranks themselves, and their times decide."""
+"""Local kernels timed at their exact shapes; and, with the option `verify`, candidates timed on the ranks."""
