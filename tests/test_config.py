@@ -24,6 +24,7 @@ def test_the_table_and_the_record_agree() -> None:
 
 
 def test_options_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WEAVE_TUNE_BUDGET_S", raising=False)
     monkeypatch.setenv("WEAVE_STRICT", "1")
     monkeypatch.setenv("WEAVE_MAX_TOKENS", "77")
     monkeypatch.setenv("WEAVE_DISABLE", "a, b")

@@ -235,7 +235,7 @@ def _symbolic(rank: int, folder: str) -> tuple[list[int], tuple[int, int | None]
 
 
 def test_a_regime_ends_where_timed_kernels_say(tmp_path: Path) -> None:
-    """By the profile the toy wins at every count; timed at three counts it gets dear with the tokens."""
+    """The profile says that the toy wins at every count; timed at three counts it gets dear with the tokens."""
     (sizes, regime), others = run_ranks(_symbolic, 2, str(tmp_path))
     assert (sizes, regime) == others
     assert len(sizes) == 3 and ROWS in sizes and sizes[0] < ROWS < sizes[2]

@@ -33,7 +33,7 @@ class AskedKernel:
 
     @property
     def worth(self) -> tuple[bool, float, float]:
-        """What is timed first: what turns a choice, by what that loses, and then the longest."""
+        """Key of the order of timing: kernels that turn a choice, by what that loses, and then the longest."""
         return (self.loss_us > 0.0, self.loss_us, self.us)
 
 

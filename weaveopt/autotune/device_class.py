@@ -1,4 +1,4 @@
-"""What times of local kernels depend on besides the kernel: the device, its driver, the libraries, and clocks."""
+"""Facts that times of local kernels depend on: the device, its driver, the libraries, and clocks."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from weaveopt import plain_json
+from weaveopt.config import variable
 from weaveopt.cost_model.timed import KernelShape, KernelTime
 
 VERSION = 1
@@ -27,7 +28,7 @@ _LONGEST_LOCK_S = 0.5
 
 def default_folder() -> Path:
     """`weaveopt` in the user's folder of caches."""
-    base = os.environ.get("XDG_CACHE_HOME", "").strip()
+    base = variable("XDG_CACHE_HOME")
     return (Path(base) if base else Path("~").expanduser() / ".cache") / "weaveopt"
 
 
