@@ -33,11 +33,11 @@ class TileConfig:
     """Columns of an output tile. Its rows are 256, of the two CTAs of a cluster."""
     group_pairs: int
     """Pairs of 128-row panels in a wave group: tiles of a group come column by column."""
-    finisher_ctas: int = 0
+    reducer_ctas: int = 0
     """CTAs that compute no tiles and finish rows all the time: an even number."""
 
     def __str__(self) -> str:
-        ctas = f" ctas={self.finisher_ctas}" if self.finisher_ctas else ""
+        ctas = f" ctas={self.reducer_ctas}" if self.reducer_ctas else ""
         return f"columns={self.tile_columns} pairs={self.group_pairs}{ctas}"
 
 
@@ -58,14 +58,14 @@ class TileKernels:
     size: str
     """The size of the GEMM that rows do not imply: `k` or `n`."""
     tile_columns: tuple[int, ...]
-    has_finishers: bool
+    has_reducers: bool
     family: str
     """Measurements of these curves, as `calibrate --only` names them."""
 
     def takes(self, config: TileConfig) -> bool:
         """True if there is such a kernel."""
-        ctas = config.finisher_ctas
-        finishes = ctas >= 0 and ctas % 2 == 0 if self.has_finishers else ctas == 0
+        ctas = config.reducer_ctas
+        finishes = ctas >= 0 and ctas % 2 == 0 if self.has_reducers else ctas == 0
         return config.tile_columns in self.tile_columns and config.group_pairs >= 1 and finishes
 
     def config_of(self, text: str) -> TileConfig | None:
@@ -86,7 +86,7 @@ class TileKernels:
             config = self.config_of(text) if today.startswith(f"{variant} ") else None
             if config is not None and size.isdecimal() and int(size) > 0:
                 return TileCurve(variant, config, int(size))
-        ctas = " ctas=C" if self.has_finishers else ""
+        ctas = " ctas=C" if self.has_reducers else ""
         columns = ", ".join(map(str, self.tile_columns))
         expected = f"'{'|'.join(self.variants)} columns=N pairs=P{ctas} {self.size}=S', N one of {columns}"
         again = f"measure it anew: weaveopt calibrate --base FILE --only {self.family}"

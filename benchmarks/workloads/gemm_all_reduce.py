@@ -109,7 +109,7 @@ class Bench:
         total = torch.empty_like(inputs.residual)
         out = self.output[:tokens]
         code = self.native.run_product(
-            tokens, _native.TileConfig(cut.tile_columns, cut.group_pairs, cut.finisher_ctas),
+            tokens, _native.TileConfig(cut.tile_columns, cut.group_pairs, cut.reducer_ctas),
             torch.cuda.current_stream().cuda_stream, inputs.a.data_ptr(), inputs.a.stride(0),
             _native.GemmMatrix(inputs.weight.data_ptr(), inputs.weight.stride(0), k), inputs.residual.data_ptr(),
             _native.ReductionParameters(weight=inputs.norm_weight.data_ptr()), out.data_ptr(), total.data_ptr(),
@@ -177,6 +177,6 @@ class Bench:
             bound_us=max(us["cublas"], link_us),
             parameters={
                 "tile_columns": best.tile_columns, "group_pairs": best.group_pairs,
-                "finisher_ctas": best.finisher_ctas, **{f"us {name}": round(us[name], 1) for name in cuts},
+                "finisher_ctas": best.reducer_ctas, **{f"us {name}": round(us[name], 1) for name in cuts},
             },
         )  # fmt: skip

@@ -46,7 +46,7 @@ class Measured:
 
     def parse(self, values: list[int]) -> TileConfig:
         """The config of a row; what follows columns and pairs of a gather was never another than today's."""
-        return TileConfig(*values[: 3 if self.kernels.has_finishers else 2])
+        return TileConfig(*values[: 3 if self.kernels.has_reducers else 2])
 
 
 SUITES = (
@@ -99,7 +99,7 @@ def predictions(machine: Machine, known: Measured, message: Message, depth: int,
     def waves(cut: TileConfig, tokens: int, hidden: int, depth: int) -> int:
         columns = depth if known.depth == "n" else hidden
         return _native.product_waves(
-            tokens, columns, cut.tile_columns, cut.finisher_ctas + known.spare_ctas, world, units
+            tokens, columns, cut.tile_columns, cut.reducer_ctas + known.spare_ctas, world, units
         )
 
     found = {}

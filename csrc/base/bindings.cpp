@@ -74,7 +74,7 @@ void expect_peer(const fabric::tcp::Group& group, int32_t peer) {
 void bind_host(py::module_& m) {
     hear_signals();
     m.def("process_identity", &process_identity, py::arg("pid"),
-          "What tells a process from all others, on other hosts too, beside its number; empty where nobody can say.");
+          "Distinguishes a process from all others, on other hosts too, together with its number; empty if unknown.");
     py::class_<Process>(m, "Process")
         .def(py::init(&Process::of), py::arg("pid"), py::arg("identity"))
         .def_property_readonly("has_descriptor", &Process::has_descriptor)

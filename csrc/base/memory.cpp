@@ -16,7 +16,7 @@ std::optional<uint64_t> number_in(const std::string& path) {
     return std::nullopt;
 }
 
-// The number behind `key` in a file of lines "key number".
+// The number after `key` in a file of lines "key number".
 std::optional<uint64_t> number_of(const std::string& path, const std::string& key) {
     std::ifstream file(path);
     for (std::string word; file >> word;) {
@@ -73,10 +73,10 @@ std::vector<Mount> mounts(const std::string& root) {
     for (std::string line; std::getline(file, line);) {
         const std::size_t bar = line.find(" - ");
         if (bar == std::string::npos) continue;
-        std::istringstream before(line.substr(0, bar)), behind(line.substr(bar + 3));
+        std::istringstream before(line.substr(0, bar)), after(line.substr(bar + 3));
         std::string skipped, top, place, type, source, options;
         before >> skipped >> skipped >> skipped >> top >> place;
-        behind >> type >> source >> options;
+        after >> type >> source >> options;
         if (type == "cgroup2" || (type == "cgroup" && ("," + options + ",").find(",memory,") != std::string::npos))
             found.push_back({type == "cgroup2", top, place});
     }
@@ -102,12 +102,12 @@ std::optional<std::string> own_group(const std::string& root, bool is_version_2)
 std::optional<Available> available_memory(const std::string& root) {
     std::optional<Available> least;
     const std::string meminfo = root + "/proc/meminfo";
-    // Sandboxes say 0 here too, beside gigabytes that can be taken.
+    // Sandboxes say 0 here too, despite gigabytes that can be taken.
     if (const auto kib = number_of(meminfo, "MemAvailable:").value_or(0)) keep_smaller(least, kib * 1024, meminfo);
     for (const Mount& mount : mounts(root)) {
         const std::optional<std::string> group = own_group(root, mount.is_version_2);
         if (!group) continue;
-        // A container sees its own group as the top, and may be told where that is on the host.
+        // A container sees its own group as the top, and may know where that is on the host.
         std::string below = *group;
         const bool is_below = mount.top == "/" || below == mount.top || below.rfind(mount.top + "/", 0) == 0;
         below = is_below ? below.substr(mount.top == "/" ? 0 : mount.top.size()) : "";

@@ -78,7 +78,7 @@ uint64_t inode_of(int fd) {
     return static_cast<uint64_t>(info.st_ino);
 }
 
-// 1 where the system has no time namespaces, 0 where nobody can say.
+// 1 where the system has no time namespaces, 0 if unknown.
 uint64_t time_namespace() {
     struct stat info{};
     if (stat("/proc/self/ns/time", &info) == 0) return static_cast<uint64_t>(info.st_ino);
@@ -101,7 +101,7 @@ const std::string& boot() {
     return known;
 }
 
-// Where this process's numbers mean what they do: "<boot of the host>:<namespace>:"; empty where nobody can say.
+// Where this process's numbers mean what they do: "<boot of the host>:<namespace>:"; empty if unknown.
 std::string place() {
     const uint64_t in = pid_namespace();
     return boot().empty() || in == 0 ? std::string() : boot() + ":" + std::to_string(in) + ":";

@@ -7,7 +7,7 @@
 
 namespace weave {
 
-// What tells a process from a later one with the same number. 0: not known.
+// Distinguishes a process from a later one with the same number. 0: not known.
 struct ProcessMark {
     uint64_t inode = 0;  // of its pidfd, where no two processes share one (Linux 6.9): the same for all who look
     uint64_t start = 0;  // in ticks since boot, as they are in ...
@@ -16,17 +16,17 @@ struct ProcessMark {
     bool is_known() const { return inode != 0 || start != 0; }
 };
 
-// Nothing where there is no such process, only its remains (a zombie), or nobody can say.
+// Nothing where there is no such process, only its remains (a zombie), or it is unknown.
 std::optional<ProcessMark> process_mark(int32_t pid);
 
 // Whether both are of one process; nothing where they have nothing in common that is absolute.
 std::optional<bool> is_same(const ProcessMark& one, const ProcessMark& other);
 
-// The pid namespace of this process: only inside it does a number stand for one process. 0 where nobody can say.
+// The pid namespace of this process: only inside it does a number stand for one process. 0 if unknown.
 uint64_t pid_namespace();
 
-// What tells a process of this pid namespace from all others, on other hosts too, beside its number: when the host was
-// booted, the namespace, and process_mark(). Empty where one of them is not known.
+// Distinguishes a process of this pid namespace from all others, on other hosts too, together with its number: when the
+// host was booted, the namespace, and process_mark(). Empty where one of them is not known.
 std::string process_identity(int32_t pid);
 
 // A process that may end at any time. It counts as ended, its remains included, only if the system says so: where

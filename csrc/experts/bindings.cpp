@@ -1,4 +1,4 @@
-// The Python face of the experts of a mixture on GPUs. Plain C++: everything that needs CUDA's headers is behind
+// The Python face of the experts of a mixture on GPUs. Plain C++: everything that needs CUDA's headers is declared in
 // grouped.h and routing.h.
 #include "base/bindings.h"
 

@@ -1,17 +1,18 @@
 // Both GEMMs of grouped.h in one kernel (sm_90a), of the device code of grouped.cuh: a persistent grid of clusters of
 // two CTAs, whose items are those of the first GEMM and, a fixed lag behind the last one that it reads, each of the
-// second (LaggedOrder). A number in memory hands them out: thread 0 of a cluster's first CTA takes the next one while
-// the stages of the one before are filled, and tells all threads of both CTAs.
+// second (LaggedOrder). A counter in memory assigns them: thread 0 of a cluster's first CTA takes the next one while
+// the stages of the one before are filled, and announces it to all threads of both CTAs.
 //
-// No cluster has to run beside another one: an item waits only for items that stand before it, which running clusters
-// have taken, and a cluster's own come in ascending order. So the earliest item that is not finished waits for nothing.
+// No cluster has to run concurrently with another one: an item waits only for items that stand before it, which running
+// clusters have taken, and a cluster's own come in ascending order. So the earliest item that is not finished waits for
+// nothing.
 //
-// Memory order, by what is shared, beside that of grouped.cuh:
+// Memory order, by what is shared, in addition to that of grouped.cuh:
 //
 //   items taken, stored results of a tile: numbers in the routing table
 //     store   0 by the routing kernels
 //     wait    griddepcontrol.wait, by every thread: the kernel ahead has ended
-//     again   the next call's routing kernels, behind the sum, zero them in a table of their own
+//     again   the next call's routing kernels, after the sum, zero them in a table of their own
 //   rows of the first GEMM in memory
 //     store   128 threads of a consumer, ordinary stores
 //     fence   await_consumer, then a release at the scope of the GPU by one of them
@@ -22,12 +23,12 @@
 //     again   written once a call
 //   a ticket in shared memory
 //     store   st.async of the thread that took it, to both CTAs
-//     flag    told[ticket], which counts its bytes
+//     flag    announced[ticket], which counts its bytes
 //     wait    all threads of both CTAs
 //     again   kTickets items later. The thread that takes one waited for a stage that was used kStages stages before,
 //             so at least for consumers' multiplies of the item kStages before this one; all threads of both CTAs had
-//             read their tickets of the item before that one by then: stages of it were full, and behind an item of the
-//             second GEMM all producer threads meet
+//             read their tickets of the item before that one by then: stages of it were full, and after an item of the
+//             second GEMM all producer threads synchronize
 #pragma once
 
 #include "experts/grouped.cuh"
@@ -37,8 +38,8 @@ namespace weave::moe_experts {
 
 constexpr int kTickets = 8;
 static_assert(kTickets > kStages + 2);
-// Stages before the last one of an item when the next one is taken, and told.
-constexpr int32_t kTakenAhead = 6, kToldAhead = 3;
+// Stages before the last one of an item when the next one is taken, and announced.
+constexpr int32_t kTakenAhead = 6, kAnnounceAhead = 3;
 constexpr uint32_t kRowsThread = 32;
 // Counted for each column of a tile.
 constexpr int32_t kStoresOfColumn = gemm::kClusterCtas * gemm::kConsumers;
@@ -59,7 +60,7 @@ struct Ticket {
 struct BothShared {
     Shared pipeline;
     alignas(16) Ticket tickets[kTickets];
-    uint64_t told[kTickets];
+    uint64_t announced[kTickets];
 };
 
 // What a thread works on, one after the other.
@@ -67,7 +68,7 @@ class Tickets {
   public:
     __device__ __forceinline__ explicit Tickets(BothShared& shared) : shared_(shared) {}
     __device__ __forceinline__ Turn take(Part& part) {
-        await_phase(&shared_.told[next()], count_ / kTickets % 2);
+        await_phase(&shared_.announced[next()], count_ / kTickets % 2);
         const Ticket& ticket = shared_.tickets[next()];
         const int4 rows = ticket.rows, item = ticket.item;
         ++count_;
@@ -94,7 +95,7 @@ class BothGemms {
         : work_(work), shared_(shared), tickets_(shared) {
         if (threadIdx.x != 0 || gemm::cluster_rank() != 0) return;
         taken_ = take_number(work_.table + kTakenAt);
-        tell();
+        announce();
     }
 
     __device__ __forceinline__ Turn take(Part& part) { return tickets_.take(part); }
@@ -104,7 +105,7 @@ class BothGemms {
     __device__ __forceinline__ void between(int32_t block, int32_t blocks) {
         if (gemm::cluster_rank() != 0) return;
         if (block == max(blocks - kTakenAhead, 0)) taken_ = take_number(work_.table + kTakenAt);
-        if (block == max(blocks - kToldAhead, 0)) tell();
+        if (block == max(blocks - kAnnounceAhead, 0)) announce();
     }
 
     // Until the rows of the item that was taken last are there.
@@ -114,7 +115,7 @@ class BothGemms {
     }
 
   private:
-    __device__ __forceinline__ void tell() {
+    __device__ __forceinline__ void announce() {
         const int32_t tiles = work_.table[0];
         const LaggedOrder order{{tiles, work_.first.columns, work_.first.group},
                                 {tiles, work_.second.columns, work_.second.group},
@@ -130,11 +131,11 @@ class BothGemms {
         }
         const int32_t next = here(tickets_.next());
         Ticket* to = &shared_.tickets[next];
-        uint64_t* told = &shared_.told[next];
+        uint64_t* announced = &shared_.announced[next];
         for (uint32_t cta = 0; cta < gemm::kClusterCtas; ++cta) {
-            arrive_expecting_at(told, cta, sizeof(Ticket));
-            put_words(&to->rows, ticket.rows, told, cta);
-            put_words(&to->item, ticket.item, told, cta);
+            arrive_expecting_at(announced, cta, sizeof(Ticket));
+            put_words(&to->rows, ticket.rows, announced, cta);
+            put_words(&to->item, ticket.item, announced, cta);
         }
     }
 
@@ -147,7 +148,7 @@ class BothGemms {
 __device__ __forceinline__ void init_tickets(BothShared& shared) {
     if (threadIdx.x == 0)
         for (int i = 0; i < kTickets; ++i)
-            gemm::init_barrier(&shared.told[i], 1);
+            gemm::init_barrier(&shared.announced[i], 1);
 }
 
 // All threads of the producer warp group.
@@ -192,7 +193,7 @@ __device__ __forceinline__ void compute_both(const BothWork& work, BothShared& s
         if (second) {
             finish_part<T, Product::kDown>(work.second, part, consumer, staged, targets, sum);
         } else {
-            // Ends with a barrier of the consumer's threads, behind their stores.
+            // Ends with a barrier of the consumer's threads, after their stores.
             finish_part<T, kFirst>(work.first, part, consumer, staged, targets, sum);
             if (threadIdx.x % 128 == 0) count_stored(work.table + tickets.counted_at());
         }
@@ -216,7 +217,7 @@ __global__ void __launch_bounds__(gemm::kThreads, 1) both_gemms(const __grid_con
         gemm::take_registers<gemm::kConsumerRegisters>();
         compute_both<T, kFirst, kTransposed>(work, shared, warp / 4 - 1);
     }
-    // Until both CTAs have made their last arrivals, in whichever of them the barriers lie.
+    // Until both CTAs have made their last arrivals, in whichever of them the barriers are.
     __syncwarp();
     gemm::await_cluster();
 #endif

@@ -11,12 +11,12 @@ namespace weave::moe_experts {
 constexpr int kBlockSums = kPanelRows / 2;  // of a thread, for a block of the weight
 constexpr int kSums = 2 * kBlockSums;
 
-// A thread's place in a block of the weight: its rows are this one and the one 8 behind.
+// A thread's place in a block of the weight: its rows are this one and the one 8 rows further.
 __device__ __forceinline__ int32_t own_block_row() {
     return static_cast<int32_t>(threadIdx.x) / 32 % 4 * 16 + static_cast<int32_t>(threadIdx.x) % 32 / 4;
 }
 
-// Sums lie by block, octet, row (own or 8 behind), and row of the octet (of two).
+// Sums are ordered by block, octet, row (own or 8 further), and row of the octet (of two).
 __device__ __forceinline__ constexpr int32_t sum_at(int32_t block, int32_t octet, int32_t half) {
     return block * kBlockSums + octet * 4 + half * 2;
 }
@@ -129,15 +129,15 @@ __device__ __forceinline__ void store_columns(const Work& work, const Part& part
     static_assert(kFirstPass * kRowsAPass == kFirst * kOctetRows && kMany * kRowsAPass == kStagedOctets * kOctetRows);
     const int32_t thread = threadIdx.x % 128, chunk = gathered_chunk(thread), at = column + chunk * kChunkElements;
     if (at >= work.width) return;
-    T* out = kProduct == Product::kHome ? nullptr : static_cast<T*>(work.out) + at;
+    T* out = kProduct == Product::kToRanks ? nullptr : static_cast<T*>(work.out) + at;
 #pragma unroll
     for (int pass = kFirstPass; pass < kFirstPass + kMany && pass < kPasses; ++pass) {
         const int32_t row = gathered_row(thread, pass);
         if (row >= part.rows) continue;
         int32_t target = targets[pass];
-        if constexpr (kProduct == Product::kHome) {
+        if constexpr (kProduct == Product::kToRanks) {
             const Place place = unpacked_place(target);
-            out = static_cast<T*>(work.homes.base[place.home]) + at;
+            out = static_cast<T*>(work.buffers.base[place.buffer]) + at;
             target = place.row;
         }
         fabric::store(out + int64_t{target} * work.width,

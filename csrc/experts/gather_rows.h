@@ -1,4 +1,4 @@
-// Rows of x in the order of positions, for the GEMM of wide.cuh: TMA brings rows that lie one behind the other, and a
+// Rows of x in the order of positions, for the GEMM of wide.cuh: TMA brings rows that are contiguous, and a
 // copy for each row takes it some 40 cycles.
 #pragma once
 
@@ -13,7 +13,7 @@ struct RowsToGather {
     int32_t x_chunks;  // of 16 bytes, from row to row
     int32_t chunks;    // of a row
     int32_t choices;   // of a token: row order[p] / choices goes to position p
-    void* gathered;    // [num_rows, chunks], contiguous; behind the last expert's rows nothing is written
+    void* gathered;    // [num_rows, chunks], contiguous; after the last expert's rows nothing is written
 };
 
 // Enqueues a kernel; a CUDA error code, 0 is success.

@@ -14,17 +14,17 @@
 //   a stage of rows
 //     store   first GEMM: chunks (cp.async) of the 128 producer threads, as ordinary stores; second: as the weight
 //     flag    full[stage]: each producer thread's arrival after its chunks
-//     fence   fence.proxy.async.shared::cta in every consumer thread, behind its wait (first GEMM)
+//     fence   fence.proxy.async.shared::cta in every consumer thread, after its wait (first GEMM)
 //     wait    consumers
 //     again   empty[stage]; wgmma has read then, and ordinary stores may follow
 //   results in a consumer's own part of shared memory
 //     store   its 128 threads
 //     fence   await_consumer
-//     again   await_consumer, behind the reads
+//     again   await_consumer, after the reads
 //   table, order, rows of the first GEMM in memory
 //     wait    griddepcontrol.wait, by every thread before its first read: the kernel ahead has ended
 //
-// Rows behind the tile's last one are read, of whatever they are, and not stored: columns of a product do not mix.
+// Rows after the tile's last one are read, of whatever they are, and not stored: columns of a product do not mix.
 #pragma once
 
 #include "experts/copies.cuh"
@@ -124,7 +124,7 @@ __device__ __forceinline__ void gather_part(const W& work, Shared& shared, const
     }
 }
 
-// A part of the second GEMM: thread 0 alone, or beside it another one that loads the rows.
+// A part of the second GEMM: thread 0 alone, or with it another one that loads the rows.
 enum class Loads : int32_t { kAll = 0, kWeight = 1, kRows = 2 };
 
 template <Product kProduct, bool kTransposed, Loads kLoads, class W, class Kernel>
@@ -260,10 +260,10 @@ __device__ __forceinline__ void compute_parts(const Work& work, Shared& shared, 
     for (Parts<false> parts(work); parts.take(part);) {
         int32_t targets[kPasses];
         find_targets(work, part, is_second(kProduct), targets);
-        if constexpr (kProduct == Product::kHome) {
+        if constexpr (kProduct == Product::kToRanks) {
 #pragma unroll
             for (int pass = 0; pass < kPasses; ++pass)
-                targets[pass] = packed_place(targets[pass], static_cast<int32_t>(work.homes.rows));
+                targets[pass] = packed_place(targets[pass], static_cast<int32_t>(work.buffers.rows));
         }
         float sum[kSums];
         multiply_part<T, kTransposed>(work.blocks, part.octets, !is_second(kProduct), shared, consumer, at, sum);
@@ -286,7 +286,7 @@ __device__ __forceinline__ void run_grouped(const W& work) {
         gemm::take_registers<gemm::kConsumerRegisters>();
         compute_parts<T, kProduct, kTransposed>(work, shared, warp / 4 - 1);
     }
-    // Until both CTAs have made their last arrivals, in whichever of them the barriers lie.
+    // Until both CTAs have made their last arrivals, in whichever of them the barriers are.
     __syncwarp();
     gemm::await_cluster();
 }
@@ -305,7 +305,7 @@ __global__ void __launch_bounds__(gemm::kThreads, 1) ranged_grouped_gemm(const _
 #endif
 }
 
-// `transposed`: rows of the weight lie side by side. For Work in grouped.dtypes.sm90a.cu, for RangedWork in
+// `transposed`: rows of the weight are contiguous. For Work in grouped.dtypes.sm90a.cu, for RangedWork in
 // grouped_ranges.dtypes.sm90a.cu.
 template <typename T, class W>
 int launch_product(const W& work, Product product, bool transposed, int32_t num_ctas, void* stream);

@@ -50,19 +50,19 @@ struct Gate {
 };
 
 // Where a second GEMM's rows go if not into one tensor: to the rank that they came from.
-constexpr int32_t kMostHomes = 8;
-struct Homes {
-    void* base[kMostHomes];  // rows of its own: those numbered from `rows` times its place on, in this order
-    int64_t rows;            // of each
+constexpr int32_t kMostResultBuffers = 8;
+struct ResultBuffers {
+    void* base[kMostResultBuffers];  // rows of its own: those numbered from `rows` times its place on, in this order
+    int64_t rows;                    // of each
 };
 
 // Why `device` cannot run them; empty where it can. `addresses` is the or of all addresses and strides in bytes.
 const char* unsupported(DType dtype, int64_t hidden, int64_t inner, uint64_t addresses, int32_t device);
 
 // Weights in several ranges take the kernels of one GEMM each, and have no rows for other ranks: run_both and
-// run_down_home refuse them.
+// run_down_to_ranks refuse them.
 
-// Whether the kernel of wide.cuh computes a GEMM whose weight is this one: one whose depth lies side by side.
+// Whether the kernel of wide.cuh computes a GEMM whose weight is this one: one whose depth is contiguous.
 bool can_be_wide(const Weight& weight);
 
 // `x` [tokens, hidden] with `x_stride` elements from row to row, `inner` [num_rows, inner_width] contiguous. With
@@ -75,16 +75,16 @@ int run_gate_up(const void* x, int64_t x_stride, int64_t hidden, int32_t choices
 int run_down(const void* inner, int64_t inner_width, const Weight& weight, const Routing& routing, void* results,
              DType dtype, bool wide, void* stream);
 
-// Both in one kernel (both.cuh), of weights that lie alike. An item of the second GEMM comes `lag` items of the first
-// one for each cluster of the grid, or somewhat more, behind the last one that it reads. Takes what the routing kernels
+// Both in one kernel (both.cuh), of weights that are alike. An item of the second GEMM comes `lag` items of the first
+// one for each cluster of the grid, or somewhat more, after the last one that it reads. Takes what the routing kernels
 // left once: it counts in the table.
 int run_both(const void* x, int64_t x_stride, int64_t hidden, int32_t choices, const Weight& gate_up,
              const Weight& down, const Routing& routing, const Gate& gate, void* inner, void* results, DType dtype,
              int32_t lag, void* stream);
 
-// The same as run_down, into the memory of several ranks: row order[p] of all is row `order[p] % homes.rows` at home
-// `order[p] / homes.rows`.
-int run_down_home(const void* inner, int64_t inner_width, const Weight& weight, const Routing& routing,
-                  const Homes& homes, DType dtype, void* stream);
+// The same as run_down, into the memory of several ranks: row order[p] of all is row `order[p] % buffers.rows` of
+// result buffer `order[p] / buffers.rows`.
+int run_down_to_ranks(const void* inner, int64_t inner_width, const Weight& weight, const Routing& routing,
+                      const ResultBuffers& buffers, DType dtype, void* stream);
 
 }  // namespace weave::moe_experts

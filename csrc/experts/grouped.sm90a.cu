@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kMostNumbers = int64_t{1} << 31;
 
-// Rows of the weight lie side by side, with one depth behind the other.
+// Rows of the weight are contiguous, with one depth after the other.
 bool is_transposed(const Weight& weight) {
     return weight.depth_stride != 1;
 }
@@ -39,7 +39,7 @@ Work work_of(const Weight& weight, const Routing& routing, int64_t depth, int64_
     return work;
 }
 
-// Rows `first`, `first + step`, ... of each of a range's experts, `count` of them; `step` is 1 where they lie side by
+// Rows `first`, `first + step`, ... of each of a range's experts, `count` of them; `step` is 1 where they are side by
 // side.
 int make_weight_map(CUtensorMap& map, const Weight& weight, const ExpertRange& range, DType dtype, int64_t depth,
                     int64_t first, int64_t step, int64_t count, int32_t box_rows = kBlockRows) {
@@ -145,11 +145,11 @@ bool is_too_large(const Routing& routing, int32_t choices, int64_t x_stride) {
 }
 
 int run_second(Product product, const void* inner, int64_t inner_width, const Weight& weight, const Routing& routing,
-               void* results, const Homes& homes, DType dtype, bool wide, void* stream) {
+               void* results, const ResultBuffers& buffers, DType dtype, bool wide, void* stream) {
     if (routing.num_rows == 0) return cudaSuccess;
     if (routing.num_rows >= kMostNumbers || (wide && !can_be_wide(weight))) return cudaErrorInvalidValue;
     Work work = work_of(weight, routing, inner_width, weight.rows, false, results);
-    work.homes = homes;
+    work.buffers = buffers;
     const int error = gemm::make_map(work.rows, inner, dtype, routing.num_rows, inner_width, inner_width,
                                      wide ? kWideBoxRows : kLoadRows);
     if (error != cudaSuccess) return error;
@@ -229,11 +229,12 @@ int run_down(const void* inner, int64_t inner_width, const Weight& weight, const
     return run_second(Product::kDown, inner, inner_width, weight, routing, results, {}, dtype, wide, stream);
 }
 
-int run_down_home(const void* inner, int64_t inner_width, const Weight& weight, const Routing& routing,
-                  const Homes& homes, DType dtype, void* stream) {
-    if (homes.rows < 1 || homes.rows > int64_t{1} << kHomeShift || routing.num_rows > kMostHomes * homes.rows)
+int run_down_to_ranks(const void* inner, int64_t inner_width, const Weight& weight, const Routing& routing,
+                      const ResultBuffers& buffers, DType dtype, void* stream) {
+    if (buffers.rows < 1 || buffers.rows > int64_t{1} << kBufferShift ||
+        routing.num_rows > kMostResultBuffers * buffers.rows)
         return cudaErrorInvalidValue;
-    return run_second(Product::kHome, inner, inner_width, weight, routing, nullptr, homes, dtype, false, stream);
+    return run_second(Product::kToRanks, inner, inner_width, weight, routing, nullptr, buffers, dtype, false, stream);
 }
 
 }  // namespace weave::moe_experts

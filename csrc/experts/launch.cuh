@@ -24,16 +24,16 @@ int launch_as(const W& work, Product product, int32_t num_ctas, void* stream) {
         case Product::kGated:
             return launch_grouped<T, Product::kGated, kTransposed>(work, num_ctas, stream);
         case Product::kPairs:
-            // Where the depth lies side by side, gates and ups are found apart by their stride.
+            // Where the depth is contiguous, gates and ups are found apart by their stride.
             if constexpr (kTransposed) return launch_grouped<T, Product::kPairs, true>(work, num_ctas, stream);
             return cudaErrorInvalidValue;
         case Product::kPlain:
             return launch_grouped<T, Product::kPlain, kTransposed>(work, num_ctas, stream);
         case Product::kDown:
             return launch_grouped<T, Product::kDown, kTransposed>(work, num_ctas, stream);
-        case Product::kHome:
+        case Product::kToRanks:
             if constexpr (std::is_same_v<W, Work>)
-                return launch_grouped<T, Product::kHome, kTransposed>(work, num_ctas, stream);
+                return launch_grouped<T, Product::kToRanks, kTransposed>(work, num_ctas, stream);
             return cudaErrorInvalidValue;
     }
     return cudaErrorInvalidValue;

@@ -18,7 +18,7 @@ int launch_both_as(const BothWork& work, Product first, int32_t num_ctas, void* 
         case Product::kPlain:
             return launch_clusters<BothShared>(both_gemms<T, Product::kPlain, kTransposed>, work, num_ctas, stream);
         case Product::kDown:
-        case Product::kHome:
+        case Product::kToRanks:
             return cudaErrorInvalidValue;
     }
     return cudaErrorInvalidValue;

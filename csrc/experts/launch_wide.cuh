@@ -25,8 +25,8 @@ int launch_wide(const W& work, Product product, int32_t num_ctas, void* stream) 
             return launch_wide_gemm<T, Product::kPlain>(work, num_ctas, stream);
         case Product::kDown:
             return launch_wide_gemm<T, Product::kDown>(work, num_ctas, stream);
-        case Product::kPairs:  // of transposed weights
-        case Product::kHome:   // of sharded tokens
+        case Product::kPairs:    // of transposed weights
+        case Product::kToRanks:  // of sharded tokens
             return cudaErrorInvalidValue;
     }
     return cudaErrorInvalidValue;

@@ -126,7 +126,7 @@ __device__ __forceinline__ void store_columns_as_rows(uint32_t to, uint32_t m0, 
     WEAVE_MULTIPLY(224, NAME, WEAVE_REGISTERS224, "%112", "%113", TRANSPOSED, WEAVE_SUMS224(d)); \
     WEAVE_MULTIPLY(240, NAME, WEAVE_REGISTERS240, "%120", "%121", TRANSPOSED, WEAVE_SUMS240(d)); \
     WEAVE_MULTIPLY(256, NAME, WEAVE_REGISTERS256, "%128", "%129", TRANSPOSED, WEAVE_SUMS256(d));
-// d[kFirst] and on = weight * tokens^T of 64 x kColumns added to what is there; kTransposed: the weight's rows lie
+// d[kFirst] and on = weight * tokens^T of 64 x kColumns added to what is there; kTransposed: the weight's rows are
 // side by side, else its depth does. The last argument is a type.
 #define WEAVE_MULTIPLY_BY(TYPE, NAME)                                                                             \
     template <int kColumns, bool kTransposed, int kFirst, int kCount>                                                                         \

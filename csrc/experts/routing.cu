@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kRoutingThreads, 1) place_rows_by_expert(const
     place_rows(work, shared);
 }
 
-// What is read ahead of the wait has to be there: only place_rows behind count_rows is launched early.
+// What is read ahead of the wait has to be there: only place_rows after count_rows is launched early.
 template <int kBins>
 int enqueue(const RowsToSort& asked, bool early, cudaStream_t stream) {
     const Chunks chunks = chunks_of(asked.num_rows, asked.num_experts);

@@ -1,5 +1,5 @@
 // The kernels of routing.h. `count_rows` counts the rows of each expert in each chunk of rows. `place_rows` sorts a
-// chunk in shared memory, a step of 1024 rows at a time, and puts each step's rows behind those of the chunks and steps
+// chunk in shared memory, a step of 1024 rows at a time, and puts each step's rows after those of the chunks and steps
 // before. Ranks within a step come from the lanes' order: the order is the same at every call.
 //
 // Memory order, by what is shared:
@@ -11,7 +11,7 @@
 //     store   count_rows
 //     wait    griddepcontrol.wait of every thread of place_rows: count_rows has ended
 //   order, table
-//     wait    the kernel behind waits for the end of place_rows, which has waited for that of count_rows
+//     wait    the next kernel waits for the end of place_rows, which has waited for that of count_rows
 #pragma once
 
 #include <cstdint>

@@ -17,7 +17,7 @@ constexpr int64_t kMostCounts = int64_t{1} << 15;
 constexpr int64_t kMostChunks = 128;
 
 struct RowsToSort {
-    const int64_t* experts;  // of each row; foreign where below 0 or not below num_experts
+    const int64_t* experts;  // of each row; remote where below 0 or not below num_experts
     int64_t num_rows;
     int32_t num_experts;
     int32_t tile_rows;

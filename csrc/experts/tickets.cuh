@@ -16,7 +16,8 @@ __device__ __forceinline__ int32_t take_number(int32_t* next) {
     return taken;
 }
 
-// Release at the scope of the GPU: of this thread's stores, and of those of threads that it met at a barrier since.
+// Release at the scope of the GPU: of this thread's stores, and of those of threads that it synchronized with at a
+// barrier since.
 __device__ __forceinline__ void count_stored(int32_t* counter) {
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
@@ -35,7 +36,7 @@ constexpr int64_t kCountedWithinNs = 120'000'000'000;
 __device__ __forceinline__ void await_counted(const int32_t* counter, int32_t value) {
     const uint64_t begin = fabric::nanoseconds();
     while (!has_counted(counter, value)) {
-        // Signed: nobody promises that the clock never goes back.
+        // Signed: the clock is not guaranteed to be monotonic.
         if (static_cast<int64_t>(fabric::nanoseconds() - begin) > kCountedWithinNs) __trap();
         __nanosleep(32);
     }

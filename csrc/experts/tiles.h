@@ -1,4 +1,4 @@
-// Which tile a cluster computes when, and where its pieces lie in shared memory: plain arithmetic, for host and device.
+// Which tile a cluster computes when, and where its pieces are in shared memory: plain arithmetic, for host and device.
 //
 // The two CTAs of a cluster compute up to 288 rows of one expert, half of them each, by 256 rows of its weight: so a
 // tile of the routing table (csrc/experts/routing.h) has up to 288 rows. They are more than 256, as token counts
@@ -18,7 +18,7 @@ constexpr int32_t kTileRows = 2 * kPanelRows;
 constexpr int32_t kOctetRows = 8;
 constexpr int32_t kOctets = kPanelRows / kOctetRows;
 constexpr int32_t kBlockRows = 64;  // of the weight, in one copy and one multiply
-constexpr int32_t kBlocks = 4;      // a tile has: two of each consumer, which lie side by side or are gates and ups
+constexpr int32_t kBlocks = 4;      // a tile has: two of each consumer, which are contiguous or are gates and ups
 constexpr int32_t kWeightRows = kBlocks * kBlockRows;
 constexpr int32_t kWideRows = 256;        // of a tile whose rows each CTA multiplies all (wide.cuh), at most
 constexpr int32_t kWideBoxRows = 64;      // of them, in one copy
@@ -61,7 +61,7 @@ struct EitherItem {
 
 // Items of both GEMMs, which have the same tiles in the same groups: a group's of the second one come once those of
 // `lag` further groups of the first one have come, so that what they read has been written by then, or nearly so; those
-// of the last groups when nothing else is left. Each stands behind all that it reads.
+// of the last groups when nothing else is left. Each comes after all that it reads.
 struct LaggedOrder {
     ItemOrder first, second;
     int32_t lag;
@@ -121,7 +121,7 @@ WEAVE_HOST_DEVICE constexpr Rows own_rows(Rows tile, int32_t rank) {
 }
 
 // A row of 128 bytes has its 16-byte chunks exchanged by the 128-byte swizzle, as wgmma reads it (gemm/wgmma.cuh).
-// Results lie so too, until they leave shared memory.
+// Results are stored this way too, until they leave shared memory.
 WEAVE_HOST_DEVICE constexpr int32_t chunk_offset(int32_t row, int32_t chunk) {
     return row * kChunks * 16 + (chunk ^ row % 8) * 16;
 }
@@ -134,19 +134,19 @@ WEAVE_HOST_DEVICE constexpr int32_t gathered_row(int32_t thread, int32_t pass) {
     return thread / kChunks + pass * kRowsAPass;
 }
 
-// A row at one of several homes, as one number, so that it is taken apart once for all the pieces that go there.
-constexpr int32_t kHomeShift = 28;
+// A row of one of several result buffers, as one number, so that it is decoded once for all the pieces that go there.
+constexpr int32_t kBufferShift = 28;
 
 struct Place {
-    int32_t home;
+    int32_t buffer;
     int32_t row;
 };
 
-WEAVE_HOST_DEVICE constexpr int32_t packed_place(int32_t number, int32_t rows_of_home) {
-    return number / rows_of_home << kHomeShift | number % rows_of_home;
+WEAVE_HOST_DEVICE constexpr int32_t packed_place(int32_t number, int32_t rows_per_buffer) {
+    return number / rows_per_buffer << kBufferShift | number % rows_per_buffer;
 }
 WEAVE_HOST_DEVICE constexpr Place unpacked_place(int32_t packed) {
-    return {packed >> kHomeShift, packed & ((1 << kHomeShift) - 1)};
+    return {packed >> kBufferShift, packed & ((1 << kBufferShift) - 1)};
 }
 
 }  // namespace weave::moe_experts

@@ -1,7 +1,7 @@
 // The other kernel of grouped.h (sm_90a), for experts of many rows: tiles of up to 256 rows of one expert by 256 rows
 // of its weight. Here each CTA of a cluster multiplies half of the tile's weight by all of its rows, so that a multiply
 // takes up to 256 of them and reads less of shared memory for each: what bounds the one of grouped.cuh. Each CTA loads
-// half of the rows for both (TMA multicast), so they lie one behind the other here: gather_rows.h. Results leave by
+// half of the rows for both (TMA multicast), so they are contiguous here: gather_rows.h. Results leave by
 // bulk copies, a row each, while the next tile is multiplied.
 //
 // A CTA's warps: 0 loads, 1 stores, 4 to 7 are consumer 0, 8 to 11 consumer 1. Consumer c multiplies rows 64 c and on
@@ -37,8 +37,8 @@ constexpr int kStoreThreads = 3 * kLanes;
 constexpr int kWideWeightBytes = kWideWeightRows * kDepth * 2;
 constexpr int kWideRowBytes = kDepth * 2;
 
-// Columns of the result that a consumer makes, and what lies between its rows in shared memory: 16 bytes more than
-// they have, so that eight of them lie in different banks.
+// Columns of the result that a consumer makes, and what is between its rows in shared memory: 16 bytes more than
+// they have, so that eight of them are in different banks.
 WEAVE_HOST_DEVICE constexpr int consumer_columns(bool gated) {
     return gated ? kBlockRows / 2 : kBlockRows;
 }
@@ -76,7 +76,7 @@ __device__ __forceinline__ int32_t first_column(const Part& part, int32_t consum
     return ((part.column * gemm::kClusterCtas + cta) * gemm::kConsumers + consumer) * kColumns;
 }
 
-// One thread. Rows come in boxes of 64, of which each CTA brings every second one to both; what is behind the tile's
+// One thread. Rows come in boxes of 64, of which each CTA brings every second one to both; what is after the tile's
 // rows comes with the last box.
 template <Product kProduct, class W>
 __device__ __forceinline__ void load_wide(const W& work, WideShared& shared) {
@@ -141,8 +141,8 @@ __device__ __forceinline__ void multiply_wide(const Work& work, WideShared& shar
         sum[i] = i < kWide * kOctetRows ? own[i] : 0.0f;
 }
 
-// A thread's sums lie by octet of rows, row of the weight (own or 8 behind: with gates, a gate and its up), and row of
-// the octet (of two). With gates results replace the gates.
+// A thread's sums are ordered by octet of rows, row of the weight (own or 8 further: with gates, a gate and its up),
+// and row of the octet (of two). With gates results replace the gates.
 template <typename T, Product kProduct>
 __device__ __forceinline__ void finish_sums(const Work& work, const Part& part, int32_t consumer,
                                             float (&sum)[kWideSums]) {
@@ -182,7 +182,7 @@ __device__ __forceinline__ void finish_sums(const Work& work, const Part& part, 
     }
 }
 
-// Into the consumer's shared memory, rows of the result one behind the other.
+// Into the consumer's shared memory, rows of the result one after the other.
 template <typename T, Product kProduct>
 __device__ __forceinline__ void stage_rows(const Part& part, uint8_t* staged, const float (&sum)[kWideSums]) {
     constexpr bool kGated = is_gated(kProduct);
@@ -303,7 +303,7 @@ __device__ __forceinline__ void run_wide(const W& work) {
         gemm::take_registers<gemm::kConsumerRegisters>();
         compute_wide<T, kProduct>(work, shared, warp / 4 - 1);
     }
-    // Until both CTAs have made their last arrivals, in whichever of them the barriers lie.
+    // Until both CTAs have made their last arrivals, in whichever of them the barriers are.
     __syncwarp();
     gemm::await_cluster();
 }

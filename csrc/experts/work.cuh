@@ -12,15 +12,15 @@ namespace weave::moe_experts {
 
 // Which GEMM, and what the four blocks of 64 rows of the weight are that a tile has.
 enum class Product : int32_t {
-    kGated = 0,  // first: gates, ups of the same columns, and both again
-    kPairs = 1,  // first: gate, up, gate, up by rows
-    kPlain = 2,  // first, without a gate
-    kDown = 3,   // second
-    kHome = 4,   // second, whose rows go to the ranks that they came from
+    kGated = 0,    // first: gates, ups of the same columns, and both again
+    kPairs = 1,    // first: gate, up, gate, up by rows
+    kPlain = 2,    // first, without a gate
+    kDown = 3,     // second
+    kToRanks = 4,  // second, whose rows go to the ranks that they came from
 };
 
 WEAVE_HOST_DEVICE constexpr bool is_second(Product product) {
-    return product == Product::kDown || product == Product::kHome;
+    return product == Product::kDown || product == Product::kToRanks;
 }
 
 WEAVE_HOST_DEVICE constexpr bool is_gated(Product product) {
@@ -33,7 +33,7 @@ WEAVE_HOST_DEVICE constexpr int32_t tile_columns(bool gated) {
 }
 
 struct Work {
-    CUtensorMap weight[2];  // by depth, row and expert; of weights whose rows lie side by side by row, depth and
+    CUtensorMap weight[2];  // by depth, row and expert; of weights whose rows are contiguous by row, depth and
                             // expert. kGated: of gates and of ups, in wide.cuh of both together; else the first one
     CUtensorMap rows;       // second GEMM: what the first one left, in boxes of 48 rows; wide.cuh: of 64, and in the
                             // first GEMM what gather_rows() left
@@ -55,8 +55,8 @@ struct Work {
     int32_t tile_rows;  // of the table's tiles
     Activation activation;
     float alpha;
-    float limit;  // 0: none
-    Homes homes;  // kHome
+    float limit;            // 0: none
+    ResultBuffers buffers;  // kToRanks
 };
 
 // The same of weights in several ranges of experts.

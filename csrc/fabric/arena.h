@@ -34,7 +34,7 @@ struct Channel {
     alignas(128) uint64_t rows[kMaxWorld][kMaxCtas];     // its finished rows from CTA c have come
 };
 
-// What a rank that gave up tells its peers: a Code, and who it is.
+// Record of a rank that gave up, for its peers: a Code, and who it is.
 constexpr int32_t kCodeBits = 8;
 constexpr uint32_t kCodeMask = (1u << kCodeBits) - 1;
 WEAVE_HOST_DEVICE inline uint32_t lost_word(int32_t rank) {
@@ -51,7 +51,7 @@ constexpr std::size_t kHeaderBytes = 132 << 10;
 static_assert(sizeof(ArenaHeader) <= kHeaderBytes);
 
 // What a rank runs, as one word: the number of the call (16 bits), its tokens and its site (24 bits each). Words of two
-// calls that follow one another lie in different slots, so a peer that is a call ahead is not taken for another site.
+// calls that follow one another are in different slots, so a peer that is a call ahead is not taken for another site.
 constexpr int32_t kTagFieldBits = 24;
 WEAVE_HOST_DEVICE inline uint64_t tag_word(uint64_t epoch, int64_t tokens, uint32_t site) {
     constexpr uint64_t kField = (uint64_t{1} << kTagFieldBits) - 1;

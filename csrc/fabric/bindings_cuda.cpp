@@ -1,4 +1,4 @@
-// The Python face of the GPU fabric. Plain C++: everything that needs CUDA's headers is behind peer.h.
+// The Python face of the GPU fabric. Plain C++: everything that needs CUDA's headers is declared in peer.h.
 #ifdef WEAVE_WITH_CUDA
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -24,7 +24,7 @@
 //             threads of the source's kernels before did is part of it: griddepcontrol.wait, or the launch, comes after
 //             their end
 //     flag    every word itself
-//     wait    the owner, acquire, in the same call. All threads of its kernels behind this one come after it
+//     wait    the owner, acquire, in the same call. All threads of its kernels after this one come after it
 //     again   two calls later: the source's call in between ended only with this rank's tag of that call, which
 //             this rank wrote after its own call before, comparison included, had ended
 #pragma once
@@ -47,7 +47,7 @@ struct CallState {
 };
 
 // The kernel before this one in the stream may still run until here (programmatic dependent launch); its results are
-// there afterwards. The kernel behind this one may be launched from here on, and waits the same way. What needs nothing
+// there afterwards. The kernel after this one may be launched from here on, and waits the same way. What needs nothing
 // from memory is better done before.
 template <bool kUsesMailbox>
 __device__ __forceinline__ CallState begin_call(const GroupView& group) {

@@ -1,6 +1,7 @@
 // A place in another rank's arena, over NVSHMEM: the operations of fabric/remote.cuh where ranks are on several hosts.
 //
-//   put(from, bytes)      by all threads of the CTA: starts to copy out of this rank's memory, which nobody may write
+//   put(from, bytes)      by all threads of the CTA: starts to copy out of this rank's memory, which must not be
+//   written
 //                         before the peer has what it held. Nothing orders what two puts bring, nor the words of one
 //   flush()               waits until all puts of this thread have arrived. Slow (it waits for the NIC)
 //   put_signal(...)       put, and a word that the peer sees only once the rest is there; by all threads of the CTA. On

@@ -32,7 +32,8 @@ T* mapped(T** device_address) {
     return memory;
 }
 
-// Whom kernels of a device tell when one gives up. Lives as long as the process: a kernel may read it at any time.
+// Peers that kernels of a device signal when one gives up. Lives as long as the process: a kernel may read it at any
+// time.
 struct PeersOfDevice {
     Peers* peers = nullptr;
     Peers* device_peers = nullptr;
@@ -81,7 +82,7 @@ void expect_inside(const Fill& fill, int64_t num_bytes) {
         fill.num_bytes <= num_bytes - fill.offset && (fill.offset | fill.num_bytes) % 4 == 0)
         return;
     throw std::runtime_error(std::to_string(fill.num_bytes) + " bytes of words to fill at " +
-                             std::to_string(fill.offset) + ": expected whole words behind the header of " +
+                             std::to_string(fill.offset) + ": expected whole words after the header of " +
                              std::to_string(kHeaderBytes) + " bytes, in an arena of " + std::to_string(num_bytes) +
                              " bytes");
 }

@@ -1,5 +1,6 @@
 // The arenas of a group of GPUs of one host that reach each other (CUDA peer access), and what a kernel that waits in
-// them says when it gives up. It knows no operation's buffers: those are offsets into the arena, set by the plan.
+// them says when it gives up. It is independent of operations' buffers: those are offsets into the arena, set by the
+// plan.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +45,7 @@ class PeerGroup {
     void acknowledge();
     // Ends every wait of this rank's kernels with `code`.
     void abort(Code code);
-    // Before the arena is given back: peers are told no more that a kernel of this process gave up.
+    // Before the arena is given back: peers are no longer signalled that a kernel of this process gave up.
     void retire();
 
   private:
@@ -56,7 +57,7 @@ class PeerGroup {
     int64_t num_bytes_;
     Record* record_ = nullptr;         // host address
     Record* device_record_ = nullptr;  // the same for kernels
-    Peers* peers_ = nullptr;           // of this device: whom its kernels tell that they gave up
+    Peers* peers_ = nullptr;           // of this device: that its kernels signal when they give up
     int32_t maker_;                    // pid of the process that made it
 };
 

@@ -3,7 +3,7 @@
 //
 //   put(from, bytes)      starts a bulk copy (TMA) out of shared memory; of the calling thread's open group
 //   flush()               closes the group and waits until all copies of this thread have arrived
-//   put_signal(...)       put, flush, and a release behind it: the peer that waits for the word sees the data
+//   put_signal(...)       put, flush, and a release after it: the peer that waits for the word sees the data
 //
 // Before the copy reads shared memory that ordinary stores wrote: order_shared_stores_before_copies(), then a barrier.
 // Where many copies are in flight, a thread of its own signals for several of them.

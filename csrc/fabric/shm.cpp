@@ -133,7 +133,7 @@ Segment* Segment::create(std::size_t data_bytes, uint64_t cookie, uint32_t first
         close(fd);
         fail("cannot map " + std::to_string(bytes) + " bytes of shared memory", error);
     }
-    std::memset(base, 0, bytes);  // the owner touches first: the pages lie at its memory node
+    std::memset(base, 0, bytes);  // the owner touches first: the pages are at its memory node
     auto* header = static_cast<SegmentHeader*>(base);
     header->cookie = cookie;
     header->data_bytes = data_bytes;
@@ -304,8 +304,8 @@ Status Group::wait(Word word, const char* slot, int32_t peer, double timeout_s) 
 
 Status Group::enter() {
     if (getpid() != maker_) return Status{Code::kForked};
-    uintptr_t nobody = 0;
-    if (!holder_.compare_exchange_strong(nobody, this_thread(), std::memory_order_acquire)) return Status{Code::kBusy};
+    uintptr_t unowned = 0;
+    if (!holder_.compare_exchange_strong(unowned, this_thread(), std::memory_order_acquire)) return Status{Code::kBusy};
     if (status_.ok()) return {};
     Status status = status_;
     status.code = Code::kPoisoned;

@@ -4,7 +4,7 @@
 // same on every fabric:
 //
 //   signal(word, epoch)          store, release: every store before it is seen by whoever waits for that epoch
-//   store_relaxed(word, epoch)   only the word itself; orders nothing, wakes nobody
+//   store_relaxed(word, epoch)   only the word itself; orders nothing, wakes no waiter
 //   wait(word, epoch)            acquire: pairs with signal
 //   reached_relaxed(word, epoch) one load; orders nothing
 //
@@ -27,7 +27,7 @@
 //     store   a peer, seq_cst, before it sleeps on a word; the system compares the word once more then
 //     fence   seq_cst, in signal(), between the word and the load of num_waiters: one of the two sees the other
 //
-// This speaks of buffers that lie at the same place in all calls. A call whose buffers lie elsewhere than those of the
+// This speaks of buffers that are at the same place in all calls. A call whose buffers are elsewhere than those of the
 // call before begins with a barrier (Group::enter).
 //
 // Epochs count the calls of a group and never reset, so nothing has to be cleared between calls. They are 32 bits
@@ -57,7 +57,7 @@ inline int64_t aligned(int64_t bytes) {
 }
 
 // The buffers of partial results, one for calls of even epochs and one for odd, of at most `bytes` in one call. All
-// families share them: what a call puts there is read by all ranks until the call behind the next one.
+// families share them: what a call puts there is read by all ranks until the call after the next one.
 inline BufferNeed partial_need(int64_t bytes) {
     return {"partial", 2 * aligned(bytes), std::nullopt, true};
 }
@@ -116,7 +116,7 @@ class Segment {
 struct Layout {
     int64_t partial_offset = -1;  // two buffers of `partial_bytes` each
     int64_t partial_bytes = 0;
-    int64_t output_offset = 0;  // -1: the call hands out no output rows
+    int64_t output_offset = 0;  // -1: the call returns no output rows
     bool operator==(const Layout& other) const {
         return partial_offset == other.partial_offset && partial_bytes == other.partial_bytes &&
                output_offset == other.output_offset;
@@ -150,12 +150,12 @@ class Group {
     // with that one, since the buffers may overlap; without output rows only the partial buffers count. Afterwards the
     // partial buffer of epoch() + 1 may be written.
     Status enter(const Layout& asked, uint64_t tag, double timeout_s);
-    // Takes it for a call whose buffers no call of another kind uses: where the last one's lie is all the same.
+    // Takes it for a call whose buffers no call of another kind uses: where the last one's are is all the same.
     Status enter();
     // Starts the next epoch: publishes `tag` and signals `ready`.
     void signal_ready(uint64_t tag);
     void signal_rows();
-    // For calls that hand out no rows: keeps the word within 2^31 of the epoch.
+    // For calls that return no rows: keeps the word within 2^31 of the epoch.
     void store_rows_relaxed();
     Status wait_ready(int32_t peer, uint64_t tag, double timeout_s);
     // Of every peer; the first failure is kept and marked.
@@ -167,7 +167,7 @@ class Group {
     // Whether this thread has taken the group for a call.
     bool is_held() const { return holder_.load(std::memory_order_relaxed) == this_thread(); }
     // Ends a call that this thread began and will not finish, as an exception came in between: peers that wait for it
-    // are told. Does nothing where there is none, or while it waits: then the wait itself ends it.
+    // are signalled. Does nothing where there is none, or while it waits: then the wait itself ends it.
     void abandon();
 
   private:
@@ -185,7 +185,7 @@ class Group {
     SpinPolicy spin_policy_;
     Layout layout_;
     Status status_;
-    std::atomic<uintptr_t> holder_{0};  // this_thread() of the one whose call it is; 0: nobody's
+    std::atomic<uintptr_t> holder_{0};  // this_thread() of the one whose call it is; 0: no thread's
     bool runs_handlers_ = false;        // of signals, while it waits: they may come here again
 };
 

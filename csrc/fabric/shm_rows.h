@@ -1,6 +1,6 @@
 // Calls in which every rank puts rows into its partial buffer, and all ranks read them: one synchronization.
 //
-// Memory order: "partial result" of the table in fabric/shm.h. The rows of epoch e lie in the buffer of its parity.
+// Memory order: "partial result" of the table in fabric/shm.h. The rows of epoch e are in the buffer of its parity.
 #pragma once
 
 #include <cstdint>

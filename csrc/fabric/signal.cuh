@@ -1,7 +1,7 @@
 // Signals between the kernels of different GPUs: words in a peer's arena that only grow, and bounded waits for them.
 //
 //   signal(word, value)       store, release at system scope: whoever waits for that value sees every store before it,
-//                             of this thread and of those behind the same barrier
+//                             of this thread and of those after the same barrier
 //   signal_add(word, epoch, n)    adds n to what the word counts in that epoch, release at system scope: for several
 //                             threads or CTAs that signal by one word; whoever waits for their sum sees what was before
 //                             each of them
@@ -12,7 +12,7 @@
 // Words never go back. Most hold signal_word(epoch, count): the epoch of a channel (its calls, from 1) above what is
 // counted in it, so nothing has to be reset between calls and a word from an earlier call is smaller than any of this
 // one. They are 64 bits wide, so they do not wrap. Every wait is bounded: a thread that gives up writes a Record into
-// host memory, tells its peers, whose waits end then, and ends the kernel with a trap, so nothing goes on with wrong
+// host memory, signals its peers, whose waits end then, and ends the kernel with a trap, so nothing goes on with wrong
 // data.
 //
 // A signal after ordinary stores of several threads comes after the barrier that makes those stores part of it. A
@@ -85,8 +85,8 @@ struct Watch {
 constexpr uint64_t kHearsFirstNs = 10'000'000;
 constexpr uint64_t kHostReadsWithinNs = 2'000'000'000;
 
-// Writes why into host memory, tells the peers, waits until the host has read it, and ends the kernel. Does not return.
-// Takes values: a reference would put what it refers to into local memory, and every use of it with that.
+// Writes why into host memory, signals the peers, waits until the host has read it, and ends the kernel. Does not
+// return. Takes values: a reference would put what it refers to into local memory, and every use of it with that.
 [[noreturn]] static __device__ __noinline__ void report_and_trap(ArenaHeader* header, Record* to, uint64_t own_tag,
                                                                  Code code, int32_t peer, Slot slot, uint64_t expected,
                                                                  uint64_t seen, uint64_t peer_tag) {
@@ -119,7 +119,7 @@ constexpr uint64_t kHostReadsWithinNs = 2'000'000'000;
     __builtin_unreachable();
 }
 
-// Nothing that the caller holds in registers has to live on behind it.
+// Nothing that the caller holds in registers has to live on after it.
 [[noreturn]] __device__ __forceinline__ void give_up(const Watch& watch, Code code, int32_t peer, Slot slot,
                                                      uint64_t expected, uint64_t seen, uint64_t peer_tag) {
     report_and_trap(watch.group.own, watch.group.record, watch.tag, code, peer, slot, expected, seen, peer_tag);
@@ -134,7 +134,7 @@ class Deadline {
         if ((++num_polls_ & 0x3ff) != 0) return false;
         const uint64_t now = nanoseconds();
         if (begin_ == 0) begin_ = now;
-        // Signed: nobody promises that the clock of another SM is not a little behind.
+        // Signed: the clock of another SM may be slightly behind.
         if (static_cast<int64_t>(now - begin_) > static_cast<int64_t>(watch.group.timeout_ns)) {
             code_ = Code::kTimeout;
             return true;

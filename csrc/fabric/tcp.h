@@ -1,8 +1,8 @@
 // Messages between CPU ranks of several hosts: one TCP connection for each pair of ranks.
 //
 // A call is an epoch: its ranks post what they send and what they expect, then make progress until all of it has moved.
-// A message has a slot, which tells the messages of one pair in one epoch apart; a connection keeps their order.
-// Nothing is acknowledged beyond TCP, so a rank may return from a call while its last bytes are still under way, and a
+// A message has a slot, which distinguishes the messages of one pair in one epoch; a connection keeps their order.
+// Nothing is acknowledged beyond TCP, so a rank may return from a call while its last bytes are still in flight, and a
 // peer that is a call ahead is read no further than its next header: what it sent waits in the connection.
 //
 //   what                       written by                        read by, and why it may be

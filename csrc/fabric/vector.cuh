@@ -1,6 +1,6 @@
 // What a thread moves at once: 4, 8 or 16 bytes, and 16 bytes of T as floats.
 //
-//   load, store                   memory that nobody else writes meanwhile
+//   load, store                   memory without concurrent writers
 //   load_relaxed, store_relaxed   at system scope; each 4-byte word arrives whole: words that carry their own arrival
 #pragma once
 

@@ -1,4 +1,4 @@
-// The Python face of the GEMM by itself. Plain C++: everything that needs CUDA's headers is behind gemm.h.
+// The Python face of the GEMM by itself. Plain C++: everything that needs CUDA's headers is declared in gemm.h.
 #ifdef WEAVE_WITH_CUDA
 #include "base/bindings.h"
 

@@ -77,7 +77,7 @@ struct Work {
     const void* bias;  // [num_columns] of the rows' type, added to every row before it is rounded; or null
     int32_t num_columns;
     int32_t k_blocks;
-    int32_t num_clusters;  // that compute tiles; those of the grid behind them do something else
+    int32_t num_clusters;  // that compute tiles; those of the grid after them do something else
 };
 
 constexpr int32_t kSharedAlignment = 1024;

@@ -15,12 +15,12 @@ namespace weave::gemm {
 int make_map(CUtensorMap& map, const void* data, DType dtype, int64_t rows, int64_t columns, int64_t stride,
              int32_t box_rows, int32_t box_columns = 64);
 
-// The same of `matrices` of such rows, `matrix_stride` elements from one to the next: boxes lie in one of them.
+// The same of `matrices` of such rows, `matrix_stride` elements from one to the next: boxes are in one of them.
 int make_stack_map(CUtensorMap& map, const void* data, DType dtype, int64_t matrices, int64_t rows, int64_t columns,
                    int64_t matrix_stride, int64_t stride, int32_t box_rows);
 
 // Boxes of `box_octets` times 8 gates and the 8 ups of the same columns: of each of `matrices` gate `i` begins at
-// `i * stride` and its up `between` elements behind, for `columns` of them, a multiple of 8, of `depth` elements.
+// `i * stride` and its up `between` elements after, for `columns` of them, a multiple of 8, of `depth` elements.
 struct GatesAndUps {
     const void* data;
     int64_t matrices;

@@ -1,8 +1,8 @@
 // Hopper's asynchronous matrix instructions (wgmma, sm_90a): 64 rows by 128, 160 or 256 columns by 16, fp32
 // accumulation.
 //
-// A and B lie in shared memory, both with K as their fast axis, in rows of 64 elements (128 bytes) whose 16-byte chunks
-// are exchanged by the 128-byte swizzle: chunk c of row r lies at c ^ (r % 8), as TMA writes and reads it.
+// A and B are in shared memory, both with K as their fast axis, in rows of 64 elements (128 bytes) whose 16-byte chunks
+// are exchanged by the 128-byte swizzle: chunk c of row r is at c ^ (r % 8), as TMA writes and reads it.
 //
 //   operand(shared)       what names a tile: of 8 rows by 128 bytes, one after another; aligned to 1024 bytes
 //   open_multiplies()     before the first multiply_add of a group, after other writes to the accumulators
@@ -78,7 +78,7 @@ __device__ __forceinline__ void settle(float (&d)[kCount]) {
     WEAVE_ACC80(d), WEAVE_ACC8(d, 80), WEAVE_ACC8(d, 88), \
     WEAVE_ACC8(d, 96), WEAVE_ACC8(d, 104), WEAVE_ACC8(d, 112), WEAVE_ACC8(d, 120)
 
-// d = a * b^T, plus d if `accumulate`. The last argument is a type. A, B and P: what comes behind the accumulators.
+// d = a * b^T, plus d if `accumulate`. The last argument is a type. A, B and P: what comes after the accumulators.
 #define WEAVE_MULTIPLY_ADD(COLUMNS, COUNT, A, B, P, TYPE, NAME) \
     __device__ __forceinline__ void multiply_add(float (&d)[COUNT], uint64_t a, uint64_t b, bool accumulate, const TYPE*) { \
         asm volatile( \

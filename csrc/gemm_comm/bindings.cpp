@@ -13,15 +13,15 @@ void bind_gemm_comm(py::module_& m);
 
 void bind_gemm_comm(py::module_& m) {
     py::class_<gpu::TileConfig>(m, "TileConfig")
-        .def(py::init([](int32_t tile_columns, int32_t group_pairs, int32_t finisher_ctas) {
+        .def(py::init([](int32_t tile_columns, int32_t group_pairs, int32_t reducer_ctas) {
                  within("tile_columns", tile_columns, 1, kMostCount);
-                 return gpu::TileConfig{tile_columns, group_pairs, finisher_ctas};
+                 return gpu::TileConfig{tile_columns, group_pairs, reducer_ctas};
              }),
-             py::arg("tile_columns"), py::arg("group_pairs"), py::arg("finisher_ctas"),
+             py::arg("tile_columns"), py::arg("group_pairs"), py::arg("reducer_ctas"),
              "Columns of a tile, pairs of panels in a wave group, and CTAs that compute no tiles.")
         .def_readonly("tile_columns", &gpu::TileConfig::tile_columns)
         .def_readonly("group_pairs", &gpu::TileConfig::group_pairs)
-        .def_readonly("finisher_ctas", &gpu::TileConfig::finisher_ctas);
+        .def_readonly("reducer_ctas", &gpu::TileConfig::reducer_ctas);
     py::class_<gpu::Matrix>(m, "GemmMatrix")
         .def(py::init([](uintptr_t data, int64_t stride, int64_t k) {
                  within("k", k, 0, kMostRow);

@@ -43,13 +43,13 @@ gemm::TileOrder pushed_tiles_order(int64_t tokens, int64_t hidden, const TileCon
 
 int32_t pushed_tiles_clusters(const TileConfig& tiles, int32_t num_sms) {
     const int32_t all_clusters = num_sms / gemm::kClusterCtas;
-    return all_clusters - std::clamp(tiles.finisher_ctas / gemm::kClusterCtas, 0, all_clusters - 1);
+    return all_clusters - std::clamp(tiles.reducer_ctas / gemm::kClusterCtas, 0, all_clusters - 1);
 }
 
-int32_t pushed_tiles_waves(int64_t tokens, int64_t hidden, int32_t tile_columns, int32_t finisher_ctas, int32_t world,
+int32_t pushed_tiles_waves(int64_t tokens, int64_t hidden, int32_t tile_columns, int32_t reducer_ctas, int32_t world,
                            int32_t num_sms) {
     if (num_sms < gemm::kClusterCtas) return 0;
-    const TileConfig tiles{tile_columns, 1, finisher_ctas};
+    const TileConfig tiles{tile_columns, 1, reducer_ctas};
     return gemm::ceiling(pushed_tiles_order(tokens, hidden, tiles, 0, world).num_tiles(),
                          pushed_tiles_clusters(tiles, num_sms));
 }

@@ -1,5 +1,6 @@
 // The kernel of pushed_tiles.h (sm_90a): one persistent grid computes the product, sends its tiles, sums and finishes
-// the rows that this rank owns, and hands them out (FlashOverlap, sections 3 and 4, without its second kernel).
+// the rows that this rank owns, and stores them to all ranks (FlashOverlap, sections 3 and 4, without its second
+// kernel).
 //
 // The storing thread of gemm/mainloop.cuh pushes every tile into the staging buffer of the owner of its rows, which has
 // a slot for each source, this rank included. The last few CTAs compute no tiles: their consumers finish rows as panels
@@ -14,7 +15,7 @@
 //     flag    partial[source][panel], which counts tiles
 //     wait    the fetching thread, acquire; fence.proxy.async; then bulk copies
 //     again   in the source's next call: it has waited for `rows` of all the owner's rows, which are made of these
-//   finished rows in every rank's output buffer, where rows are handed out
+//   finished rows in every rank's output buffer, where rows are returned
 //     store   bulk copies of one thread of the team, out of shared memory; rows of a whole sum all its threads, plain
 //     fence   wait_group without .read in that thread; barrier of the team; release, in signal_add
 //     flag    rows[owner][0], which counts rows
@@ -23,7 +24,7 @@
 //   finished rows that stay with their owner, in memory of the caller (kSharded, and a sum of own rows)
 //     store   bulk copies of one thread of the team, out of shared memory; rows of the sum all its threads, plain
 //     fence   wait_group without .read in that thread, before it ends
-//     wait    kernels behind this one: its end. No peer writes or reads them. The words `rows` are counted and awaited
+//     wait    kernels after this one: its end. No peer writes or reads them. The words `rows` are counted and awaited
 //             all the same, for what they say of the slots in the staging buffer
 //   a finished row in shared memory
 //     store   the team, plain
@@ -235,7 +236,7 @@ __device__ __forceinline__ float sum_row(const PushedTiles& given, const Lanes& 
     return total;
 }
 
-// The same vector. What is made of it is made behind this place, each time: hoisted out of the loop over rows, weights
+// The same vector. What is made of it is made after this place, each time: hoisted out of the loop over rows, weights
 // as floats would take half of all registers.
 __device__ __forceinline__ Vec16 known_here(Vec16 v) {
     asm volatile("" : "+r"(v.word[0]), "+r"(v.word[1]), "+r"(v.word[2]), "+r"(v.word[3]));
@@ -325,8 +326,8 @@ __device__ __forceinline__ void finish_rows(const PushedTiles& given, uint64_t e
     uint32_t num_finished = 0;
     for (int32_t index = team.consumer;; index += gemm::kConsumers) {
         const int32_t slot = index % place.num_slots, use = index / place.num_slots;
-        // Of an odd number of slots each is the other team's every second time. A wait by parity tells a phase from the
-        // one before it only: while the other team's row is still on its way, it would return at once.
+        // Of an odd number of slots each is the other team's every second time. A wait by parity distinguishes a phase
+        // from the one before it only: while the other team's row is still in flight, it would return at once.
         if (use != 0) fabric::await_phase(&ring.empty[slot], (use - 1) & 1);
         fabric::await_phase(&ring.full[slot], use & 1);
         // The lane reads it that says later that the slot is empty, for all of its warp.
@@ -334,7 +335,7 @@ __device__ __forceinline__ void finish_rows(const PushedTiles& given, uint64_t e
         if (threadIdx.x % 32 == 0) row = *const_cast<volatile int32_t*>(&ring.row[slot]);
         row = __shfl_sync(0xffffffffu, row, 0);
         if (row == kNoRow) {
-            // Of a single slot the other team's end comes behind this one.
+            // Of a single slot the other team's end comes after this one.
             __syncwarp();
             if (threadIdx.x % 32 == 0) fabric::arrive(&ring.empty[slot]);
             break;
@@ -345,7 +346,7 @@ __device__ __forceinline__ void finish_rows(const PushedTiles& given, uint64_t e
         if (threadIdx.x % 32 == 0) fabric::arrive(&ring.empty[slot]);
         if (call.normalized != nullptr) {
             uint8_t* out_row = out + num_finished % kOutRows * kMostRowBytes;
-            // Before the barrier of the sum: behind it this memory is written again.
+            // Before the barrier of the sum: after it this memory is written again.
             if (thread == 0) fabric::await_reading<kOutRows - 1>();
             const float factor = rsqrtf(team.sum(squares) * inverse + call.norm.spec.eps);
             normalize_row<T>(call, lanes, sum, factor, weight, out_row);

@@ -28,9 +28,9 @@ struct Product {
 
 // How a GEMM is divided into tiles.
 struct TileConfig {
-    int32_t tile_columns;   // 128 or 256
-    int32_t group_pairs;    // pairs of panels in a wave group
-    int32_t finisher_ctas;  // that compute no tiles: an even number
+    int32_t tile_columns;  // 128 or 256
+    int32_t group_pairs;   // pairs of panels in a wave group
+    int32_t reducer_ctas;  // that compute no tiles: an even number
 };
 
 // Who gets normalized rows.
@@ -63,11 +63,11 @@ gemm::TileOrder pushed_tiles_order(int64_t tokens, int64_t hidden, const TileCon
 int32_t pushed_tiles_clusters(const TileConfig& tiles, int32_t num_sms);
 
 // How many tiles the clusters that compute most of them compute, one after the other.
-int32_t pushed_tiles_waves(int64_t tokens, int64_t hidden, int32_t tile_columns, int32_t finisher_ctas, int32_t world,
+int32_t pushed_tiles_waves(int64_t tokens, int64_t hidden, int32_t tile_columns, int32_t reducer_ctas, int32_t world,
                            int32_t num_sms);
 
-// Enqueues the call; `call.partial` is not used, nor an output buffer where no rows are handed out. RMS norm or none,
-// in the activations' type, no second norm; a sum that every rank gets whole only beside rows that every rank gets.
+// Enqueues the call; `call.partial` is not used, nor an output buffer where no rows are returned. RMS norm or none,
+// in the activations' type, no second norm; an unsharded sum only together with rows that every rank gets.
 // Of `call.residual`, and of a sum that stays sharded, only this rank's rows are touched, counted from the group's
 // first one. Returns a CUDA error code; 0 is success. Runs nothing for 0 tokens.
 int run_pushed_tiles(const Call& call, const Product& product, const TileConfig& tiles, NormalizedRows rows,

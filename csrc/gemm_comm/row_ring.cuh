@@ -1,4 +1,4 @@
-// Rows on their way from the staging buffer through shared memory: a thread claims and fetches them (bulk copies) while
+// Rows in flight from the staging buffer through shared memory: a thread claims and fetches them (bulk copies) while
 // the teams of its CTA finish those before. The memory is that of the stages of A and B, which are free by then.
 //
 // Memory order of a slot:

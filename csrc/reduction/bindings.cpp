@@ -114,13 +114,13 @@ int64_t product_staging_bytes(int64_t tokens, int64_t hidden, DType dtype, int32
     return gpu::pushed_tiles_staging_bytes(tokens, hidden, dtype, world);
 }
 
-int32_t product_waves(int64_t tokens, int64_t hidden, int32_t tile_columns, int32_t finisher_ctas, int32_t world,
+int32_t product_waves(int64_t tokens, int64_t hidden, int32_t tile_columns, int32_t reducer_ctas, int32_t world,
                       int32_t num_sms) {
     expect_rows(tokens, hidden, DType::kFloat32, world);
     within("world", world, 1, fabric::kMaxWorld);
     within("tile_columns", tile_columns, 1, kMostCount);
     within("num_sms", num_sms, 0, kMostCount);
-    return gpu::pushed_tiles_waves(tokens, hidden, tile_columns, finisher_ctas, world, num_sms);
+    return gpu::pushed_tiles_waves(tokens, hidden, tile_columns, reducer_ctas, world, num_sms);
 }
 
 std::vector<fabric::BufferNeed> shm_buffers(int64_t max_tokens, int64_t hidden, DType dtype, DType out_dtype,
@@ -149,7 +149,7 @@ void bind_layout(py::module_& m) {
         .value("per_token", gpu::QuantKind::kPerToken);
     m.def("gpu_buffers", &gpu_buffers, py::arg("kernel"), py::arg("tokens"), py::arg("hidden"), py::arg("dtype"),
           py::arg("out_kind"), py::arg("world"),
-          "What calls of up to `tokens` tokens need of a GPU arena, the sum handed out whole if need be.");
+          "What calls of up to `tokens` tokens need of a GPU arena, the sum returned unsharded if need be.");
     m.def("product_buffers", &product_buffers, py::arg("tokens"), py::arg("hidden"), py::arg("dtype"), py::arg("world"),
           "What calls of `run_product` of up to `tokens` tokens need of a GPU arena.");
     m.def("product_staging_bytes", &product_staging_bytes, py::arg("tokens"), py::arg("hidden"), py::arg("dtype"),
@@ -161,7 +161,7 @@ void bind_layout(py::module_& m) {
         },
         py::arg("world"), "Of a call of `run_product`.");
     m.def("product_waves", &product_waves, py::arg("tokens"), py::arg("hidden"), py::arg("tile_columns"),
-          py::arg("finisher_ctas"), py::arg("world"), py::arg("num_sms"), "Of the tiles of such a call.");
+          py::arg("reducer_ctas"), py::arg("world"), py::arg("num_sms"), "Of the tiles of such a call.");
     m.attr("PRODUCT_MOST_HIDDEN") = gpu::kMostProductHidden;
     m.def("shm_buffers", &shm_buffers, py::arg("max_tokens"), py::arg("hidden"), py::arg("dtype"), py::arg("out_dtype"),
           py::arg("world"), "What a site needs of a shared segment.");

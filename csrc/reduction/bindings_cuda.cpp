@@ -1,4 +1,4 @@
-// The Python face of all_reduce_norm on GPUs. Plain C++: everything that needs CUDA's headers is behind gpu.h.
+// The Python face of all_reduce_norm on GPUs. Plain C++: everything that needs CUDA's headers is declared in gpu.h.
 #ifdef WEAVE_WITH_CUDA
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -138,7 +138,7 @@ class GpuAllReduceNorm {
         if (offset >= header && num_bytes <= all - offset && offset % gpu::kBufferAlignment == 0) return num_bytes;
         throw std::invalid_argument(
             std::string(name) + " of " + std::to_string(num_bytes) + " bytes at " + std::to_string(offset) +
-            ": expected a multiple of " + std::to_string(gpu::kBufferAlignment) + " behind the header of " +
+            ": expected a multiple of " + std::to_string(gpu::kBufferAlignment) + " after the header of " +
             std::to_string(header) + " bytes, in an arena of " + std::to_string(all) + " bytes");
     }
 

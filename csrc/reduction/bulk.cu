@@ -1,4 +1,4 @@
-// The bulk kernel of all_reduce_norm: two steps of bulk copies (TMA) that only push, each with a signal behind it.
+// The bulk kernel of all_reduce_norm: two steps of bulk copies (TMA) that only push, each with a signal after it.
 //
 // Rows are taken in units of 16 or 32 KiB. Unit j of CTA c is unit c + j * (CTAs) of a share, on every rank, so CTA c
 // deals with CTA c of each peer alone. In a CTA
@@ -25,7 +25,7 @@
 //     store   the owner's bulk copies
 //     fence   the same
 //     flag    rows[owner][CTA], relaxed
-//     wait    the loader, acquire; fence.proxy.async; then bulk copies. Or kernels behind this one, where the
+//     wait    the loader, acquire; fence.proxy.async; then bulk copies. Or kernels after this one, where the
 //             caller's rows alias the buffer
 //     again   in the owner's next call, once partial rows of that call have come from here: this kernel has ended then
 //   finished rows in shared memory
@@ -42,8 +42,8 @@
 
 #include "fabric/call.cuh"
 #include "fabric/kernel_code.cuh"
-#include "reduction/bulk_finisher.cuh"
 #include "reduction/bulk_loader.cuh"
+#include "reduction/bulk_reducer.cuh"
 #include "reduction/bulk_senders.cuh"
 
 namespace weave::gpu {
@@ -52,13 +52,13 @@ namespace {
 using fabric::KernelCode;
 
 // Bytes in flight on a GPU: enough to keep the link busy for a round trip. More would only queue, and signals
-// behind them.
+// after them.
 constexpr uint32_t kBytesInFlight = 1536 << 10;
 constexpr uint32_t kUnitBytes = 16 << 10;
 constexpr uint32_t kLeastUnitBytes = 4 << 10;
 // Units that make a long unit worth it: fewer, larger copies and signals, but coarser shares of the work.
 constexpr int kManyUnits = 16;
-constexpr int kWorkers = 4;  // warps beside the teams: loader, two senders, signals
+constexpr int kWorkers = 4;  // warps in addition to the teams: loader, two senders, signals
 constexpr int kThreads = 32 * kWorkers + kTeams * kTeamThreads;
 constexpr int kMostVecs = 8;
 
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         const int thread = static_cast<int>(threadIdx.x) - 32 * kWorkers;
         Team team{parts[thread / kTeamThreads], thread / kTeamThreads, thread % kTeamThreads};
         const Lanes lanes{team.thread, kTeamThreads, call.hidden / kElements<T>};
-        Finisher<T, kMaxW, kVecs, kPlain>{work, lanes, team}.run();
+        Reducer<T, kMaxW, kVecs, kPlain>{work, lanes, team}.run();
     } else if (warp == 3) {
         publish(work);
     } else if (warp == 2) {
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-// Shared memory beside what the kernel declares itself.
+// Shared memory in addition to what the kernel declares itself.
 int room_for_rows(int device) {
     constexpr int kStaticBytes = 2048;
     int bytes = 0;

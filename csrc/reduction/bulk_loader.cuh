@@ -36,7 +36,7 @@ struct Loader {
     }
 
     // This rank's partial rows, and what has come from peers: between them, where CTAs are few, so that nothing but the
-    // last units is left to be collected while the link stands still; else behind them, since a copy in between would
+    // last units is left to be collected while the link stands still; else after them, since a copy in between would
     // hold up those that the link waits for.
     __device__ __forceinline__ void run() {
         const Call& call = work.call;

@@ -46,7 +46,7 @@ struct Job {
     uint16_t units;  // how many of those units that makes; 0: it is not the last of its unit
 };
 
-// What the warps of a CTA tell each other, beside the barriers. Each word has one writer.
+// Words that the warps of a CTA exchange, in addition to the barriers. Each word has one writer.
 struct Shared {
     uint64_t stage_full[kMaxStages], stage_empty[kMaxStages];
     uint64_t place_full[kTeams][kMaxPlaces], place_empty[kTeams][kMaxPlaces];

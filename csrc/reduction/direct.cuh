@@ -12,7 +12,7 @@
 //     fence   griddepcontrol.wait; release, in signal
 //     flag    partial[source][CTA]
 //     wait    CTA c of each owner, acquire; fence.proxy.alias; __syncthreads
-//     again   behind this kernel: it ends with `rows` of every peer's CTAs, signalled after they have read
+//     again   after this kernel: it ends with `rows` of every peer's CTAs, signalled after they have read
 //   finished rows in every rank's output buffer
 //     store   CTA c of the owner, broadcast_store
 //     fence   fence.proxy.alias; __syncthreads; release, in signal

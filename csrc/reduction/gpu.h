@@ -17,7 +17,7 @@ enum class GpuKernel : int32_t {
     kLLPacketOneShot = 0,
     // The same in two steps: partial rows to their owners, finished rows to everyone.
     kLLPacketTwoShot = 1,
-    // Two steps of bulk copies (TMA) through shared memory, with a signal behind each: few CTAs fill the link.
+    // Two steps of bulk copies (TMA) through shared memory, with a signal after each: few CTAs fill the link.
     kBulk = 2,
     // Owners read all ranks' partial rows where they are (reduce_load) and write finished rows everywhere
     // (broadcast_store); two signals. On NVLink multicast the switch sums and copies.
@@ -51,7 +51,7 @@ struct GpuNorm {
 // Where the buffers of a site begin in every arena, and how large they are. Equal for all sites of a channel, whatever
 // each of them needs: with mailboxes of another size the second one would begin inside another site's.
 struct Buffers {
-    int64_t mailbox_offset;  // of the first of kNumMailboxes, one behind the other
+    int64_t mailbox_offset;  // of the first of kNumMailboxes, one after the other
     int64_t mailbox_bytes;   // of one
     int64_t staging_offset;
     int64_t staging_bytes;
@@ -65,7 +65,7 @@ struct Buffers {
 // rows waits for every line it touches. So fields that all calls need come first, and those of one line together.
 struct Call {
     fabric::GroupView group;
-    const void* partial;  // [tokens, hidden]; for kDirect it lies in the arena at `partial_offset`
+    const void* partial;  // [tokens, hidden]; for kDirect it is in the arena at `partial_offset`
     int32_t tokens;
     int32_t hidden;
     const void* residual;  // nullptr: none

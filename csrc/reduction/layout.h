@@ -1,4 +1,4 @@
-// Where rows lie in the buffers of the GPU kernels, and how large those are. Plans and launches use the same formulas.
+// Where rows are in the buffers of the GPU kernels, and how large those are. Plans and launches use the same formulas.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace weave::gpu {
 
-// What a row's scale takes behind the row, so that the next row begins at a multiple of 16 bytes.
+// What a row's scale takes after the row, so that the next row begins at a multiple of 16 bytes.
 constexpr int32_t kScaleBytes = 16;
 // Of buffers, and of the two parts of the output buffer.
 constexpr int64_t kBufferAlignment = 256;
@@ -20,7 +20,7 @@ struct RowKind {
     DType dtype;
     OutKind out_kind;
     bool row_scales;  // a finished row carries its scale
-    bool sum_whole;   // rows of the sum are handed out too
+    bool sum_whole;   // rows of the sum are returned too
 };
 
 inline RowKind row_kind(const Call& call, DType dtype) {
@@ -57,8 +57,8 @@ inline int64_t staging_bytes(int64_t row_bytes, int64_t share, int32_t world) {
     return (world - 1) * share * row_bytes;
 }
 
-// What calls of up to `tokens` tokens need of every arena, with row scales and the sum handed out whole if need be:
-// "mailboxes" (all of them, one behind the other), "staging", "output", "partial" (where a GEMM writes what the direct
+// What calls of up to `tokens` tokens need of every arena, with row scales and the sum returned whole if need be:
+// "mailboxes" (all of them, one after the other), "staging", "output", "partial" (where a GEMM writes what the direct
 // kernel reads).
 std::vector<fabric::BufferNeed> buffer_needs(GpuKernel kernel, int64_t tokens, int64_t hidden, DType dtype,
                                              OutKind out_kind, int32_t world);

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kMaxThreads + kControlThreads, 1)
     rows.load(out, first, !controls);
     watch.tag = fabric::tag_word(state.epoch(), call.tokens, call.site);
     if (controls) {
-        // A warp beside those that compute.
+        // A warp in addition to those that compute.
         fabric::send_tags(watch, state, threadIdx.x & 31);
         asm volatile("bar.sync 2, %0;" ::"r"(blockDim.x) : "memory");
         if (cluster > 1) team.await_peers();

@@ -155,7 +155,7 @@ struct LLPacketRows {
     }
 
     // Token row `row`, whose peers' parts come in slot row `index`: summed, finished, stored; and sent if kTwoShot.
-    // `found` is what peek_ahead() found; afterwards it holds what there is of the row `stride` behind, if there is
+    // `found` is what peek_ahead() found; afterwards it holds what there is of the row `stride` after, if there is
     // one.
     template <class Weight>
     __device__ __forceinline__ void reduce(Parts<kMaxW>& found, int32_t row, int32_t index, int32_t stride, int32_t end,

@@ -1,5 +1,5 @@
-// One row of all_reduce_norm that its owner has summed, on the way to everyone: finished in the registers of the
-// threads that share it and handed out, and at last copied from the output buffer into the caller's tensors.
+// One row of all_reduce_norm that its owner has summed, before it reaches all ranks: finished in the registers of the
+// threads that share it and returned, and at last copied from the output buffer into the caller's tensors.
 #pragma once
 
 #include "reduction/finish.cuh"

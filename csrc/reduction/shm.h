@@ -53,7 +53,7 @@ class AllReduceNorm {
 
     // Bytes of the output buffer for `max_tokens`: one rank's share of rows, normalized and then sum.
     static int64_t output_bytes(const AllReduceNormSite& site, int32_t world);
-    // "partial" (both buffers, one behind the other) and "output".
+    // "partial" (both buffers, one after the other) and "output".
     static std::vector<fabric::BufferNeed> buffer_needs(int64_t max_tokens, int64_t hidden, DType dtype,
                                                         DType out_dtype, int32_t world);
 
@@ -80,7 +80,7 @@ class AllReduceNorm {
     virtual Status exchange(int64_t tokens, const Rows& rows, int32_t num_threads);
     Status one_shot(int64_t tokens, const Rows& rows, int32_t num_threads);
     Status two_shot(int64_t tokens, const Rows& rows, int32_t num_threads);
-    // This rank's share lies in its output buffer: the peers' shares come from theirs.
+    // This rank's share is in its output buffer: the peers' shares come from theirs.
     Status hand_out(int64_t tokens, const Rows& rows, int32_t num_threads);
     Status wait_all_ready(uint64_t tag);
     void reduce(const Rows& rows, int64_t begin, int64_t end, int32_t num_threads);

@@ -7,7 +7,7 @@
 
 namespace weave {
 
-// Large results are memory that nobody touched yet. The kernel maps 4 KiB at each first touch, which for a result of
+// Large results are memory that was not touched yet. The kernel maps 4 KiB at each first touch, which for a result of
 // 32 MiB takes longer than to fill it (12 ms against 1 ms where this was measured); with huge pages it is 16 touches.
 constexpr int64_t kHugePage = 2 << 20;
 constexpr int64_t kHugeFrom = 2 * kHugePage;

@@ -436,7 +436,7 @@ void add(DType a_dtype, const void* a, DType b_dtype, const void* b, float* out,
     }
 }
 
-// A value that the compiler does not fuse with the addition behind it: sums are then the same with every instruction
+// A value that the compiler does not fuse with the addition after it: sums are then the same with every instruction
 // set, and those of torch.
 inline Floats on_its_own(Floats x) {
 #if WEAVE_LANES == 16

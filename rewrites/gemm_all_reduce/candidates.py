@@ -203,7 +203,7 @@ def _tiles(form: GemmAllReduceMatch, machine: Machine) -> Found:
     parameters: Values = (
         ("tile_columns", cut.tile_columns),
         ("group_pairs", cut.group_pairs),
-        ("finisher_ctas", cut.finisher_ctas),
+        ("finisher_ctas", cut.reducer_ctas),
         ("measured", found.measured),
     )
     lowered = GemmAllReducePlan(

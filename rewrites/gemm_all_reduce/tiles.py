@@ -105,7 +105,7 @@ def price(machine: Machine, workload: Workload, fabric: Fabric) -> PricedTiles |
     units = num_units(machine, workload.dtype)
 
     def waves(cut: TileConfig, tokens: int, hidden: int, _: int) -> int:
-        sizes = tokens, hidden, cut.tile_columns, cut.finisher_ctas, workload.world, units
+        sizes = tokens, hidden, cut.tile_columns, cut.reducer_ctas, workload.world, units
         return 0 if _native is None else _native.product_waves(*sizes)
 
     message = Message(workload.tokens, workload.hidden, DTYPE_BYTES[workload.dtype])

@@ -63,8 +63,8 @@ def main() -> None:
                 print(json.dumps({"case": name, **kernel.record()}), flush=True)
             made.clear()
         for name, (shape, call) in CASES.items():
-            home(shape, call)
-            print(json.dumps({"case": f"{name}, home", **made.pop().record()}), flush=True)
+            to_ranks(shape, call)
+            print(json.dumps({"case": f"{name}, to ranks", **made.pop().record()}), flush=True)
         for name, (shape, call) in CASES.items():
             gpu.launch(in_ranges(operands_of(shape, call), (3, 29, 32)), call, plan(shape, 132, call.gated))
             for kernel in made:
@@ -72,7 +72,7 @@ def main() -> None:
             made.clear()
 
 
-def home(shape: ExpertsShape, call: ExpertsCall) -> None:
+def to_ranks(shape: ExpertsShape, call: ExpertsCall) -> None:
     """The second GEMM, with rows into the memory of several ranks."""
     how = replace(plan(shape, 132, call.gated), splits=1)
     inner = torch.empty(shape.rows, shape.inner, dtype=torch.bfloat16, device="meta")

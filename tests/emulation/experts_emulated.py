@@ -47,7 +47,7 @@ class NativeCall(ctypes.Structure):
         ("seed", ctypes.c_uint32),
         ("tile_rows", ctypes.c_int32),
         ("second_wide", ctypes.c_int32),
-        ("rows_of_home", ctypes.c_int64),
+        ("rows_per_buffer", ctypes.c_int64),
         ("lag", ctypes.c_int32),
         ("resident", ctypes.c_int32),
         ("counts_are_ignored", ctypes.c_int32),

@@ -158,7 +158,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         )
     },
     **{f"routing of {experts}": partial(routing, experts) for experts in (1, 9)},
-    **{f"homes swap {swap}": partial(result_buffers, swap) for swap in (False, True)},
+    **{f"result buffers swap {swap}": partial(result_buffers, swap) for swap in (False, True)},
     **{
         f"{num_ranges} ranges transposed {transposed} swap {swap}": partial(ranges, num_ranges, transposed, swap)
         for num_ranges in NUM_RANGES

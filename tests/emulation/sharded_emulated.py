@@ -149,6 +149,6 @@ def run(case: Case, mistake: str = "") -> tuple[Made, str]:
     moved = []
     for rank in range(case.world):
         by_call = [moved_by(case, rank, each) for each in experts[rank :: case.world]]
-        moved.append((sum(pushed for pushed, _ in by_call), sum(home for _, home in by_call)))
-    counted = tuple((int(pushed), int(home)) for pushed, home in counters)
+        moved.append((sum(pushed for pushed, _ in by_call), sum(returned for _, returned in by_call)))
+    counted = tuple((int(pushed), int(returned)) for pushed, returned in counters)
     return Made(tuple(out), wanted, counted, tuple(moved)), wrong

@@ -96,7 +96,7 @@ class Native:
         return self.ids_offset + -(-ids // 256) * 256
 
     @property
-    def homes(self) -> list[int]:
+    def result_buffers(self) -> list[int]:
         return [arena.bytes.data_ptr() + self.site.combine_offset for arena in self.arenas]
 
     @property

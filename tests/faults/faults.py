@@ -219,7 +219,7 @@ FAULTS: Mapping[str, Fault] = MappingProxyType({
     "a step fails": Fault("the step `plan` raises", harmless, modes=COMPILED),
     "one graph more": Fault("one more layer, compiled separately", one_graph_more, modes=(Mode.REGIONS,)),
     "other token count": Fault("one more token than its peers", calls_differ, (Moment.BETWEEN,), _EVERY_MODE),
-    "other meeting": Fault("reserves a larger arena, which its peers do not", all_say(Saying.MEETINGS_DIFFER),
+    "other rendezvous": Fault("reserves a larger arena, which its peers do not", all_say(Saying.MEETINGS_DIFFER),
                            (Moment.FIRST_CALL,), (Mode.EAGER,)),
     "other residual": Fault("another residual than its peers", other_residual),
     "group destroyed": Fault("`destroy_process_group()` on all ranks, then a call",

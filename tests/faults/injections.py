@@ -302,7 +302,7 @@ INJECTIONS: dict[str, Callable[[Rank], None]] = {
     "a step fails": fail_in_rule,
     "one graph more": one_graph_more,
     "other token count": other_tokens,
-    "other meeting": reserve_more,
+    "other rendezvous": reserve_more,
     "other residual": other_residual,
     "group destroyed": destroy_group,
     "group made again": remake_group,

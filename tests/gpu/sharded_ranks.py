@@ -122,7 +122,7 @@ class Case:
     wanted: Tensor
     pushed: int
     """Rows of this rank's tokens that other ranks need."""
-    come_home: int
+    returned: int
 
     def run(self, call: ExpertExchangeCall) -> Tensor:
         result: Tensor = torch.ops.weave.expert_exchange(
@@ -198,7 +198,7 @@ def check(form: Form, routing: str, counts: Sequence[int], place: Place, kernels
         assert before is not None and after is not None
         moved = (after.dispatched - before.dispatched, after.returned - before.returned)
         # More tokens than were planned for go through the library, on all ranks.
-        pushed = (case.pushed, case.come_home) if max(counts) <= MAX_TOKENS else (0, 0)
+        pushed = (case.pushed, case.returned) if max(counts) <= MAX_TOKENS else (0, 0)
         assert moved == pushed, f"{what}: {moved} rows, not {pushed}"
     again = case.run(call)
     assert torch.equal(again, got), f"{what}: other bits in another run"

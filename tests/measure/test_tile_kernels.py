@@ -26,7 +26,7 @@ BULK = KernelRow(0, Algorithm.TWO_SHOT, Transfer.BULK, 16)
 
 
 def kernel_us(num_bytes: int, depth: int, cut: TileConfig) -> float:
-    return 20.0 + num_bytes / 4e5 + num_bytes * depth / 6e8 + cut.finisher_ctas
+    return 20.0 + num_bytes / 4e5 + num_bytes * depth / 6e8 + cut.reducer_ctas
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_the_price_is_the_measurement(machine: Machine, tmp_path: Path) -> None:
         depth, (output, cut) = case.depth, case.cut
         of = workload(case.tokens, case.hidden, depth, output)
         us, best = priced_us(machine, of)
-        assert best.finisher_ctas == 4, "the faster of the two"
+        assert best.reducer_ctas == 4, "the faster of the two"
         if cut == best:
             assert us == pytest.approx(kernel_us(case.bytes, depth, cut), abs=2e-3)  # whole nanoseconds are kept
 

@@ -201,7 +201,7 @@ def test_what_is_handed_to_the_kernel(launches: TileLaunches, monkeypatch: pytes
     (seen,) = launches.products
     tiles, matrix, given = seen.tiles, seen.matrix, seen.parameters
     assert (seen.tokens, seen.stream, seen.a, seen.a_stride) == (300, 77, a.data_ptr(), DEPTH)
-    assert (tiles.tile_columns, tiles.group_pairs, tiles.finisher_ctas) == (256, 1, 4)
+    assert (tiles.tile_columns, tiles.group_pairs, tiles.reducer_ctas) == (256, 1, 4)
     assert (matrix.data, matrix.stride, matrix.k) == (weight.data_ptr(), 2 * DEPTH, DEPTH)
     assert (seen.residual, given.weight, given.fp32) == (residual.data_ptr(), scale.data_ptr(), 1 << 3)
     assert (seen.normalized, seen.sum) == tuple(each.data_ptr() for each in results)

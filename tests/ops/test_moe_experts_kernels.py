@@ -64,7 +64,7 @@ def test_compiled(case: str) -> None:
 def test_compiled_with_rows_to_several_ranks(case: str) -> None:
     """Stores are as wide as where all rows go into one tensor: they cross a link."""
     lines = lines_of("tests.emulation.experts_compiled", False)
-    [down] = [line for line in lines if (line["case"], line["kernel"]) == (f"{case}, home", "down")]
+    [down] = [line for line in lines if (line["case"], line["kernel"]) == (f"{case}, to ranks", "down")]
     assert down["store_bytes"] == [16] and down["waits_for_grid"], down
 
 

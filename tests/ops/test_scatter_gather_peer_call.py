@@ -114,7 +114,7 @@ def gather_site(call: AllGatherGemmCall, monkeypatch: pytest.MonkeyPatch) -> gat
 def fields(record: object) -> tuple[object, ...]:
     """Values of a native record, in the order of its constructor."""
     names = {
-        _native.TileConfig: ("tile_columns", "group_pairs", "finisher_ctas"),
+        _native.TileConfig: ("tile_columns", "group_pairs", "reducer_ctas"),
         _native.GemmMatrix: ("data", "stride", "k"),
         _native.NormSpec: ("kind", "eps", "weight_offset", "cast_before_weight"),
     }[type(record)]  # type: ignore[index]

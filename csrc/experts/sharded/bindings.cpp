@@ -1,4 +1,4 @@
-// The Python face of mixtures whose tokens are sharded. Plain C++: everything that needs CUDA's headers is behind
+// The Python face of mixtures whose tokens are sharded. Plain C++: everything that needs CUDA's headers is declared in
 // exchange.h and peer.h.
 #include "base/bindings.h"
 
@@ -83,11 +83,11 @@ struct ShardedMixtureHandle {
         op.gather(reinterpret_cast<void*>(rows), reinterpret_cast<int64_t*>(experts), threads(num_threads));
     }
 
-    void send_home(uintptr_t results, int32_t num_threads) {
+    void return_results(uintptr_t results, int32_t num_threads) {
         expect(true);
         expect_address("results", results, op.num_collected() > 0);
         py::gil_scoped_release release;
-        op.send_home(reinterpret_cast<const void*>(results), threads(num_threads));
+        op.return_results(reinterpret_cast<const void*>(results), threads(num_threads));
     }
 
     int finish(uintptr_t weights, uintptr_t out, int32_t num_threads) {
@@ -154,7 +154,7 @@ void bind_moe_sharded(py::module_& m) {
             return moe::Layout(world, max_tokens, choices, row_bytes).needs();
         },
         py::arg("world"), py::arg("max_tokens"), py::arg("choices"), py::arg("row_bytes"),
-        "What a call needs in every rank's arena: what others push here, and what comes home.");
+        "What a call needs in every rank's arena: rows that others push here, and results returned to it.");
     m.def(
         "gpu_sharded_mixture_needs",
         [](int32_t world, int64_t max_tokens, int64_t choices, int64_t row_bytes) {
@@ -174,7 +174,7 @@ void bind_moe_sharded(py::module_& m) {
         .def("collect", &Handle::collect, py::arg("first"), py::arg("last"),
              "A code, and how many routes there are; -1 where a rank has more tokens than were planned for.")
         .def("gather", &Handle::gather, py::arg("rows"), py::arg("experts"), py::arg("num_threads"))
-        .def("send_home", &Handle::send_home, py::arg("results"), py::arg("num_threads"))
+        .def("return_results", &Handle::return_results, py::arg("results"), py::arg("num_threads"))
         .def("finish", &Handle::finish, py::arg("weights"), py::arg("out"), py::arg("num_threads"))
         .def("end_without_results", &Handle::end_without_results,
              "Ends a call in which some rank has too many tokens, on all ranks.")
@@ -245,7 +245,7 @@ class GpuShardedMixture {
     int64_t rows_offset() const { return exchange_.rows_offset; }
 
     // Where the rows of each rank's tokens go.
-    std::vector<uintptr_t> homes() const {
+    std::vector<uintptr_t> result_buffers() const {
         std::vector<uintptr_t> found;
         for (int32_t rank = 0; rank < exchange_.group.world; ++rank)
             found.push_back(reinterpret_cast<uintptr_t>(exchange_.group.base[rank] + exchange_.combine_offset));
@@ -272,14 +272,14 @@ class GpuShardedMixture {
              const moe_experts::Routing& routing, uintptr_t stream) const {
         within("slot_tokens", slot_tokens, 0, max_tokens_);
         within("inner_width", inner_width, 1, kMostRow);
-        moe_experts::Homes to{};
+        moe_experts::ResultBuffers to{};
         to.rows = slot_tokens * exchange_.choices;
-        static_assert(moe_experts::kMostHomes >= fabric::kMaxWorld);
+        static_assert(moe_experts::kMostResultBuffers >= fabric::kMaxWorld);
         for (int32_t rank = 0; rank < exchange_.group.world; ++rank)
             to.base[rank] = exchange_.group.base[rank] + exchange_.combine_offset;
         py::gil_scoped_release release;
-        return moe_experts::run_down_home(reinterpret_cast<const void*>(inner), inner_width, weight, routing, to,
-                                          dtype_, reinterpret_cast<void*>(stream));
+        return moe_experts::run_down_to_ranks(reinterpret_cast<const void*>(inner), inner_width, weight, routing, to,
+                                              dtype_, reinterpret_cast<void*>(stream));
     }
 
     int combine(int64_t tokens, int64_t slot_tokens, uintptr_t experts, uintptr_t weights, DType weights_dtype,
@@ -313,7 +313,7 @@ class GpuShardedMixture {
         weave::expect_inside("a buffer", offset, num_bytes, group_->num_bytes());
         if (offset >= header && offset % moe::GpuLayout::kAlignment == 0) return;
         throw std::invalid_argument("a buffer at " + std::to_string(offset) + ": expected a multiple of " +
-                                    std::to_string(moe::GpuLayout::kAlignment) + " behind the header of " +
+                                    std::to_string(moe::GpuLayout::kAlignment) + " after the header of " +
                                     std::to_string(header) + " bytes, in an arena of " +
                                     std::to_string(group_->num_bytes()) + " bytes");
     }
@@ -346,7 +346,7 @@ void bind_moe_sharded_cuda(py::module_& m) {
         .def(py::init<std::shared_ptr<PeerGroup>, const Site&>(), py::arg("group"), py::arg("site"))
         .def_property_readonly("ids_offset", &Op::ids_offset)
         .def_property_readonly("rows_offset", &Op::rows_offset)
-        .def_property_readonly("homes", &Op::homes)
+        .def_property_readonly("result_buffers", &Op::result_buffers)
         .def("dispatch", &Op::dispatch, py::arg("tokens"), py::arg("slot_tokens"), py::arg("x"), py::arg("x_stride"),
              py::arg("experts"), py::arg("traffic"), py::arg("stream"),
              "Rows and ids to the ranks of the experts, and waits for those of all ranks. A CUDA error code, as of the "

@@ -1,5 +1,5 @@
-// How many tokens the rank has that has most. Ranks that hold batches of their own tell each other before a call on
-// GPUs: how many a rank has is known on its host alone, and their hosts share memory, so nobody waits for a device.
+// How many tokens the rank has that has most. Ranks that hold batches of their own exchange it before a call on
+// GPUs: how many a rank has is known on its host alone, and their hosts share memory, so no rank waits for a device.
 //
 // Memory order:
 //

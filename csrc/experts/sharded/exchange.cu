@@ -1,4 +1,4 @@
-// The launch of the kernels that send rows to their experts and sum what comes home.
+// The launch of the kernels that send rows to their experts and sum the returned results.
 #include <cuda_runtime.h>
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // The kernels of exchange.h. Each is a call of the channel (fabric/call.cuh): a call of the operation has two epochs,
 // the even one of dispatch and the odd one of combine, and the experts run between them.
 //
-// What lies where is in layout.h: ids and rows of a source at the tokens' own numbers, so nothing is counted before it
+// Layout: layout.h; ids and rows of a source at the tokens' own numbers, so nothing is counted before it
 // is sent. All ranks have the same grid and give the same tokens to a CTA, which waits for its like on every peer: when
 // the grid ends, all has come.
 //
@@ -12,17 +12,17 @@
 //     fence   __syncthreads; release, in signal
 //     flag    partial[source][CTA]
 //     wait    the same CTA of the owner's dispatch, acquire; its end
-//     reader  the kernels behind: routing, first GEMM
-//     again   in the source's next dispatch: it comes behind its combine, which ended with every peer's tag of that
+//     reader  the next kernels: routing, first GEMM
+//     again   in the source's next dispatch: it comes after its combine, which ended with every peer's tag of that
 //             call, sent when that peer's GEMMs had ended
 //   combine rows, in the memory of the token's rank
-//     store   second GEMM of the expert's rank, plain, behind that rank's dispatch, which ended with the tag and with
+//     store   second GEMM of the expert's rank, plain, after that rank's dispatch, which ended with the tag and with
 //             `partial` of the token's rank
-//     fence   its end; acq_rel at system scope, in send_tags of the combine kernel behind it
+//     fence   its end; acq_rel at system scope, in send_tags of the combine kernel after it
 //     flag    rows[expert's rank][0], by the thread that fenced
 //     wait    every CTA of the token's combine, acquire; __syncthreads
 //     reader  that CTA
-//     again   in the next call, behind `partial` of the token's rank in it: its combine has ended by then
+//     again   in the next call, after `partial` of the token's rank in it: its combine has ended by then
 //   state and tags: fabric/call.cuh
 #pragma once
 
@@ -48,7 +48,7 @@ __device__ __forceinline__ int32_t owner_of(const Exchange& exchange, int64_t id
 // What a warp adds to the counters.
 struct Counted {
     uint32_t pushed = 0;
-    uint32_t come_home = 0;
+    uint32_t returned = 0;
 };
 
 // One warp: the ids of a token to all ranks, by its first part, and which ranks need its row, as bits.
@@ -65,7 +65,7 @@ __device__ __forceinline__ uint32_t push_ids(const Dispatch& work, int32_t token
         for (int32_t rank = 0; rank < group.world; ++rank) {
             const uint32_t here = __ballot_sync(kAllLanes, owner == rank);
             if (here != 0) needed |= 1u << rank;
-            if (is_first && rank != group.rank) counted.come_home += __popc(here);
+            if (is_first && rank != group.rank) counted.returned += __popc(here);
             if (!is_first || choice >= exchange.choices) continue;
             const int64_t place = int64_t{group.rank} * exchange.slot_tokens + token;
             const int64_t local = owner == rank ? id - int64_t{rank} * exchange.num_experts : kNobody;
@@ -120,7 +120,7 @@ __device__ __forceinline__ void dispatch_rows(const Dispatch& work) {
     }
     if (threadIdx.x % 32 == 0 && work.traffic != nullptr) {
         if (counted.pushed != 0) atomicAdd(&work.traffic->pushed, counted.pushed);
-        if (counted.come_home != 0) atomicAdd(&work.traffic->come_home, counted.come_home);
+        if (counted.returned != 0) atomicAdd(&work.traffic->returned, counted.returned);
     }
     __syncthreads();
     if (peer < group.world && peer != group.rank) {
@@ -155,7 +155,7 @@ __device__ __forceinline__ void sum_choices(const Combine& work, int32_t token, 
         for (int32_t i = 0; i < kVecsInFlight; ++i) {
             const int64_t place = int64_t{token} * exchange.choices + first + i;
             there[i] = first + i < exchange.choices && owner_of(exchange, work.experts[place]) >= 0;
-            // Nobody wrote the row of a choice that is nobody's, and its weight may be anything.
+            // The row of a choice outside all ranks' experts was not written, and its weight may be anything.
             if (!there[i]) continue;
             row[i] = fabric::load(rows + place * exchange.row_vecs * kVecBytes);
             weight[i] = weight_at(work, place);
@@ -185,7 +185,7 @@ __device__ __forceinline__ void combine_rows(const Combine& work) {
     fabric::send_tags(watch, state, peer);
     if (peer < group.world && peer != group.rank) {
         // Rows that went to peers were stored by kernels before this one. The tag was fenced by this same thread: the
-        // word behind it is a release too.
+        // word after it is a release too.
         if (blockIdx.x == 0) fabric::store_relaxed(&group.channel(peer)->rows[group.rank][0], word);
         fabric::wait(&group.channel(group.rank)->rows[peer][0], word, watch, peer, fabric::Slot::kRows);
     }

@@ -1,5 +1,5 @@
 // Mixtures whose tokens are sharded, on GPUs of one host: the kernel that sends rows to the ranks of their experts, and
-// the one that sums what came home. Between them run the experts (csrc/experts), over the rows of all sources.
+// the one that sums the returned results. Between them run the experts (csrc/experts), over the rows of all sources.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +27,8 @@ struct Exchange {
 
 // On the device, counted up by every call.
 struct Counters {
-    unsigned long long pushed;     // rows of this rank's tokens that went to others
-    unsigned long long come_home;  // rows that others made of them
+    unsigned long long pushed;    // rows of this rank's tokens that went to others
+    unsigned long long returned;  // rows that others made of them
 };
 
 struct Dispatch {

@@ -1,4 +1,4 @@
-// Where the rows of a mixture lie while they are away from their rank. Sizes and offsets only: no memory, no ranks.
+// Where the rows of a mixture are while they are away from their rank. Sizes and offsets only: no memory, no ranks.
 //
 // Every rank has two buffers. What a rank pushes into another one's memory has a place that no third rank writes, so
 // no place is ever claimed or contended for (the write-conflict-free layout of FlashDMoE, section 3.2).
@@ -7,7 +7,7 @@
 //              [max_tokens]: one row for each of the source's tokens that has a choice here, however many it has
 //   combine    rows [max_tokens][choices]: of each own token, what the expert of each of its choices made
 //
-// On GPUs, where nobody counts before a GEMM begins, what is pushed lies at its token's own number instead:
+// On GPUs, where rows are not counted before a GEMM begins, what is pushed is at its token's own number instead:
 //
 //   dispatch   ids [world][tokens][choices], one source after the other: each choice's expert among the owner's, or -1;
 //              then rows [world][tokens], of which those without a choice here are not written
@@ -38,7 +38,7 @@ static_assert(sizeof(Route) == 16);
 
 class Layout {
   public:
-    // Throws std::invalid_argument for sizes that no int32 place can tell apart.
+    // Throws std::invalid_argument for sizes that int32 places cannot distinguish.
     Layout(int32_t world, int64_t max_tokens, int64_t choices, int64_t row_bytes);
 
     // Of the slot that holds what `source` pushed to `owner`.

@@ -122,10 +122,10 @@ Status ShardedMixture::collect(int32_t first, int32_t last, int64_t& num_routes)
 }
 
 void ShardedMixture::add(int32_t source, const Route* routes, int64_t count, const char* rows) {
-    char* home = group_.data(source) + site_.combine_offset;
+    char* combine = group_.data(source) + site_.combine_offset;
     for (int64_t at = 0; at < count; ++at) {
         const Route& route = routes[at];
-        unsorted_.push_back({rows + route.row * row_bytes_, home + route.place * row_bytes_, route.expert, source});
+        unsorted_.push_back({rows + route.row * row_bytes_, combine + route.place * row_bytes_, route.expert, source});
     }
 }
 
@@ -140,18 +140,18 @@ void ShardedMixture::gather(void* rows, int64_t* experts, int32_t num_threads) c
            });
 }
 
-void ShardedMixture::send_home(const void* results, int32_t num_threads) {
+void ShardedMixture::return_results(const void* results, int32_t num_threads) {
     const char* from = static_cast<const char*>(results);
     divide(0, static_cast<int64_t>(sorted_.size()), 2 * row_bytes_, num_threads,
            [&](int64_t begin, int64_t end, int32_t) {
                for (int64_t at = begin; at < end; ++at)
-                   std::memcpy(sorted_[at].home, from + at * row_bytes_, row_bytes_);
+                   std::memcpy(sorted_[at].combine, from + at * row_bytes_, row_bytes_);
            });
     for (const Sorted& each : sorted_)
         traffic_.returned += each.source != group_.rank();
 }
 
-Status ShardedMixture::wait_home() {
+Status ShardedMixture::wait_results() {
     group_.signal_rows();
     for (int32_t step = 1; step < group_.world(); ++step) {
         const Status status = group_.wait_rows((group_.rank() + step) % group_.world(), site_.timeout_s);
@@ -162,7 +162,7 @@ Status ShardedMixture::wait_home() {
 
 Status ShardedMixture::finish(const float* weights, void* out, int32_t num_threads) {
     const fabric::shm::Held held(group_);
-    const Status status = wait_home();
+    const Status status = wait_results();
     if (status.ok()) {
         const char* results = group_.data(group_.rank()) + site_.combine_offset;
         const int64_t token_bytes = (site_.choices + 1) * row_bytes_;
@@ -190,7 +190,7 @@ Status ShardedMixture::end_without_results() {
     const fabric::shm::Held held(group_);
     // Of ranks that were not collected: whether they run the same call.
     Status status = group_.wait_all_ready(tag(), site_.timeout_s);
-    if (status.ok()) status = wait_home();
+    if (status.ok()) status = wait_results();
     group_.leave();
     return status;
 }

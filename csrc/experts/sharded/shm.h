@@ -1,9 +1,9 @@
-// Mixtures whose tokens are sharded, over shared memory: rows go to the ranks of their experts, results come home.
-// Meaning and arguments: weaveopt/ops/experts/sharded/op.py.
+// Mixtures whose tokens are sharded, over shared memory: rows go to the ranks of their experts, results are returned to
+// the combine buffer. Meaning and arguments: weaveopt/ops/experts/sharded/op.py.
 //
 // A call of epoch e, on every rank:
 //
-//   enter -> dispatch -> [collect -> gather -> (the experts, elsewhere) -> send_home] for each batch -> finish
+//   enter -> dispatch -> [collect -> gather -> (the experts, elsewhere) -> return_results] for each batch -> finish
 //
 // Memory order:
 //
@@ -23,7 +23,7 @@
 //     reader  the tokens' rank, in finish()
 //     again   after its `ready` of the next such call, which it signals when it has read them
 //
-// Both buffers lie where no other family's calls have theirs, so a call needs no barrier whatever ran before it.
+// Both buffers are where no other family's calls have theirs, so a call needs no barrier whatever ran before it.
 #pragma once
 
 #include <cstdint>
@@ -67,19 +67,19 @@ class ShardedMixture {
     // Takes the group for a call.
     Status enter();
     // Pushes `x` [tokens, hidden] to the ranks of the experts that `experts` [tokens, choices] names, one row for each
-    // of a token's destinations, and begins the epoch. Ids of no rank's experts are nobody's. Both are read again until
-    // the end of the call. With more tokens than were planned for nothing but their number is pushed.
+    // of a token's destinations, and begins the epoch. Ids of no rank's experts have no destination. Both are read
+    // again until the end of the call. With more tokens than were planned for nothing but their number is pushed.
     void dispatch(const void* x, const int64_t* experts, int64_t tokens, int32_t num_threads);
-    // Waits for the ranks `first` to `last` steps behind this one (0: itself) and sorts their routes by expert; the
+    // Waits for the ranks `first` to `last` steps after this one (0: itself) and sorts their routes by expert; the
     // same order in every run. `num_routes` is kOverflow where one of them has more tokens than were planned for.
     Status collect(int32_t first, int32_t last, int64_t& num_routes);
     static constexpr int64_t kOverflow = -1;
     // The rows of the collected routes [num_routes, hidden], and the experts that they go to.
     void gather(void* rows, int64_t* experts, int32_t num_threads) const;
     // What the experts made of them: to the ranks that they came from.
-    void send_home(const void* results, int32_t num_threads);
+    void return_results(const void* results, int32_t num_threads);
     // out[t] = sum over choices, in their order, of weights[t][choice] * result, in fp32 and rounded once. Choices
-    // that are nobody's add nothing. Gives the group back.
+    // without a destination add nothing. Gives the group back.
     Status finish(const float* weights, void* out, int32_t num_threads);
     // Ends a call in which some rank has too many tokens, on all ranks, and gives the group back.
     Status end_without_results();
@@ -90,7 +90,7 @@ class ShardedMixture {
   private:
     struct Sorted {
         const char* row;
-        char* home;
+        char* combine;
         int64_t expert;
         int32_t source;
     };
@@ -108,7 +108,7 @@ class ShardedMixture {
     bool is_nobodys(int64_t expert) const { return expert < 0 || expert >= site_.num_experts * group_.world(); }
     void route(int64_t tokens);
     void add(int32_t source, const Route* routes, int64_t count, const char* rows);
-    Status wait_home();
+    Status wait_results();
 
     fabric::shm::Group& group_;
     const Site site_;

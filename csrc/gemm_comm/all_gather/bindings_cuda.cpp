@@ -1,4 +1,4 @@
-// The Python face of all_gather_gemm on GPUs. Plain C++: everything that needs CUDA's headers is behind gpu.h.
+// The Python face of all_gather_gemm on GPUs. Plain C++: everything that needs CUDA's headers is declared in gpu.h.
 #ifdef WEAVE_WITH_CUDA
 #include <pybind11/pybind11.h>
 
@@ -34,7 +34,7 @@ class GpuAllGatherGemm {
         expect_inside("gathered rows", rows_offset, rows_bytes, group_->num_bytes());
         if (rows_offset < static_cast<int64_t>(fabric::kHeaderBytes) || rows_offset % 256 != 0)
             throw std::invalid_argument("gathered rows at " + std::to_string(rows_offset) +
-                                        ": expected a multiple of 256 behind the header");
+                                        ": expected a multiple of 256 after the header");
         call_.group = group_->view(channel, nanoseconds_of(timeout_s));
         call_.rows_offset = rows_offset;
         call_.site = tag;

@@ -2,18 +2,18 @@
 //
 //   gathered rows of every rank
 //     store   the source's copies (copy engines), on its side stream
-//     fence   the copy ends before the kernel behind it in the stream begins; release, in signal of that kernel
+//     fence   the copy ends before the kernel after it in the stream begins; release, in signal of that kernel
 //     flag    rows[source][0]
 //     wait    a thread that loads tiles, acquire, then fence.proxy.async; or await_shards, acquire, in which case
-//             kernels behind that one read
-//     again   in the source's next gather, behind open_gather: it has seen this rank's tag of that call, which says
+//             kernels after that one read
+//     again   in the source's next gather, after open_gather: it has seen this rank's tag of that call, which says
 //     that
 //             all kernels of this rank's stream before it, readers of these rows among them, have ended
 //   the call's number, state.num_calls
 //     store   open_gather's last thread, plain
 //     flag    the end of that kernel
-//     wait    kernels of this call, which come behind it in `main`, or in `side` by an event
-//     again   in the group's next call, launched behind this one: `main` has waited for `side`
+//     wait    kernels of this call, which come after it in `main`, or in `side` by an event
+//     again   in the group's next call, launched after this one: `main` has waited for `side`
 #include <cuda_runtime.h>
 
 #include "gemm_comm/all_gather/gpu.h"
@@ -26,7 +26,7 @@ constexpr int kThreads = 32;
 static_assert(kThreads > fabric::kMaxWorld, "a thread for each peer, and one that counts the call");
 
 __global__ void __launch_bounds__(kThreads)
-    meet(const __grid_constant__ fabric::GroupView group, int32_t tokens, uint32_t site) {
+    open_barrier(const __grid_constant__ fabric::GroupView group, int32_t tokens, uint32_t site) {
     const fabric::CallState state = fabric::begin_call<false>(group);
     __syncwarp();
     const fabric::Watch watch{group, fabric::tag_word(state.epoch(), tokens, site)};
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads)
     fabric::end_call<false>(watch, state, thread);
 }
 
-// Fits beside a CTA of the GEMM.
+// Fits on an SM with a CTA of the GEMM.
 __global__ void __launch_bounds__(1) say_arrived(const __grid_constant__ fabric::GroupView group, int32_t peer) {
     fabric::signal(shard_flag(group, peer, group.rank), fabric::signal_word(running_call(group), 1));
 }
@@ -65,7 +65,7 @@ int copy_blocks(const Gather& given, char* to, int32_t of, cudaStream_t stream) 
 }  // namespace
 
 int open_gather(const Gather& given, void* main) {
-    meet<<<1, kThreads, 0, static_cast<cudaStream_t>(main)>>>(given.group, given.tokens, given.site);
+    open_barrier<<<1, kThreads, 0, static_cast<cudaStream_t>(main)>>>(given.group, given.tokens, given.site);
     return cudaGetLastError();
 }
 
@@ -100,12 +100,12 @@ int hand_out(const Gather& given, void* to, void* side) {
     if (error != cudaSuccess) return error;
     const auto stream = static_cast<cudaStream_t>(side);
     const char* rows = given.group.base[given.group.rank] + given.rows_offset;
-    const int64_t own = given.group.rank * given.block_bytes, behind = own + given.block_bytes;
+    const int64_t own = given.group.rank * given.block_bytes, after = own + given.block_bytes;
     char* out = static_cast<char*>(to);
     if (const int failed = copy(out + own, static_cast<const char*>(given.shard), given.block_bytes, stream))
         return failed;
     if (const int failed = copy(out, rows, own, stream)) return failed;
-    return copy(out + behind, rows + behind, given.group.world * given.block_bytes - behind, stream);
+    return copy(out + after, rows + after, given.group.world * given.block_bytes - after, stream);
 }
 
 Follower::~Follower() {

@@ -1,10 +1,10 @@
 // all_gather_gemm on GPUs: copy engines push every rank's shard into the arenas of all others, while a GEMM begins with
 // the rows that are here already. Meaning and arguments: weaveopt/ops/gemm_comm/all_gather/op.py.
 //
-// A call is, in this order of launches (`main` is the caller's stream, `side` one beside it):
+// A call is, in this order of launches (`main` is the caller's stream, `side` a concurrent one):
 //
-//   open_gather    main   a barrier of all ranks: behind it peers may be written to
-//   push_shard     side   behind open_gather: a copy to each peer, a signal behind each
+//   open_gather    main   a barrier of all ranks: after it peers may be written to
+//   push_shard     side   after open_gather: a copy to each peer, a signal after each
 //   multiply       main   GEMMs that wait for rows as they need them (multiply.h); or
 //   await_shards   main   all rows are here; then any kernel may read them
 //   hand_out       side   all rows are here; copies them out

@@ -1,7 +1,7 @@
 // The kernel of multiply.h (sm_90a). Own rows come first, out of the shard itself; then those of the ranks after this
 // one, in the order in which they are pushed. The loading thread waits for the shard that has a tile's rows.
 //
-// What orders memory is told in gpu.cu. Here: acquire of the shard's flag, fence.proxy.async, then loads by TMA, all in
+// Memory order: gpu.cu. Here: acquire of the shard's flag, fence.proxy.async, then loads by TMA, all in
 // one thread. This kernel lets no other one begin before it ends, not even the next GEMM of the call: its CTAs would
 // take the SMs that are left to the kernels that signal, and wait there for this one, which may wait for a signal.
 #pragma once

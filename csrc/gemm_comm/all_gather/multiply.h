@@ -26,7 +26,7 @@ struct GatherCut {
 // SMs that it leaves free: a grid that waits for peers must leave room for the kernels that signal, there as here.
 constexpr int32_t kGatherSpareCtas = 2;
 
-// Enqueues it behind open_gather; `given.outer` is 1. Returns a CUDA error code; 0 is success.
+// Enqueues it after open_gather; `given.outer` is 1. Returns a CUDA error code; 0 is success.
 int run_gathered_product(const Gather& given, const GatheredProduct& product, const GatherCut& cut, DType dtype,
                          void* main);
 

@@ -32,7 +32,7 @@ class AllGatherGemm {
     const Status& status() const { return call_.group().status(); }
 
   private:
-    // The shard of `rank`, which lies at `from`, to its place.
+    // The shard of `rank`, which is at `from`, to its place.
     void place(int32_t rank, const Shard& layout, const char* from, char* whole, int32_t num_threads) const;
 
     fabric::shm::RowsCall call_;

@@ -1,5 +1,5 @@
-// The Python face of gemm_reduce_scatter on GPUs. Plain C++: everything that needs CUDA's headers is behind gpu.h and
-// pushed_tiles.h.
+// The Python face of gemm_reduce_scatter on GPUs. Plain C++: everything that needs CUDA's headers is declared in gpu.h
+// and pushed_tiles.h.
 #ifdef WEAVE_WITH_CUDA
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -36,7 +36,7 @@ class GpuGemmReduceScatter {
         expect_inside("staging", staging_offset, staging_bytes, group_->num_bytes());
         if (staging_offset < static_cast<int64_t>(fabric::kHeaderBytes) || staging_offset % gpu::kBufferAlignment != 0)
             throw std::invalid_argument("staging at " + std::to_string(staging_offset) + ": expected a multiple of " +
-                                        std::to_string(gpu::kBufferAlignment) + " behind the header");
+                                        std::to_string(gpu::kBufferAlignment) + " after the header");
         call_.group = group_->view(channel, nanoseconds_of(timeout_s));
         call_.hidden = static_cast<int32_t>(hidden);
         call_.site = tag;

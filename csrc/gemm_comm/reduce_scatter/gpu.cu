@@ -5,9 +5,9 @@
 //     fence   griddepcontrol.wait, or the launch; release, in signal
 //     flag    partial[source][CTA]
 //     wait    CTA c of every other rank, acquire; __syncthreads; then it reads its part
-//     again   behind this kernel: it ends with `rows` of every peer's CTAs, signalled after they have read
+//     again   after this kernel: it ends with `rows` of every peer's CTAs, signalled after they have read
 //   the sum, memory of the caller
-//     store   its owner alone; kernels behind this one read it
+//     store   its owner alone; kernels after this one read it
 #include <cuda_runtime.h>
 
 #include <algorithm>

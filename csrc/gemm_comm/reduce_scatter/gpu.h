@@ -15,7 +15,7 @@ struct PartSum {
     fabric::GroupView group;
     int64_t partial_offset;  // in every arena, from its first byte
     int64_t outer;
-    int64_t block;  // elements that lie together
+    int64_t block;  // elements that are contiguous
     void* out;      // [outer, block]
     int32_t tokens;
     uint32_t site;  // equal on all ranks if they run the same

@@ -118,7 +118,7 @@ class HostsAllReduceNorm {
         expect_inside(name, at.offset, at.num_bytes, group_->num_bytes());
         if (at.offset >= static_cast<int64_t>(fabric::kHeaderBytes) && at.offset % 16 == 0) return;
         throw std::invalid_argument(std::string(name) + " at " + std::to_string(at.offset) +
-                                    ": expected a multiple of 16 behind the header");
+                                    ": expected a multiple of 16 after the header");
     }
 
     std::shared_ptr<Group> group_;

@@ -29,7 +29,7 @@ int32_t num_steps_slots(int32_t hosts) {
     return power.bits + (power.beyond > 0 ? 1 : 0);
 }
 
-// Messages between the ranks of one host, in slots of `first` and behind it: at the receiver's one for each source.
+// Messages between the ranks of one host, in slots of `first` and after it: at the receiver's one for each source.
 void set_within(WithinHost (&within)[kMostOfHost], const HostRanks& at, int32_t first) {
     const auto slot = [first](int32_t source, int32_t receiver) {
         return first + source - (source > receiver ? 1 : 0);
@@ -105,7 +105,7 @@ Doubling doubling(const HostRanks& at) {
             ++bit;
         HostStep& out = found.step[each];
         out.peer = at.ranks[step.peer][at.rank_of_host];
-        // Hosts beyond the power of two hand their rows over, and get the sums, in a slot behind those of the bits.
+        // Hosts beyond the power of two send their rows, and get the sums, in a slot after those of the bits.
         out.slot = with_beyond ? power.bits : bit;
         out.sends = !step.sent.empty();
         out.receives = !step.received.empty();

@@ -11,7 +11,7 @@
 // the one before. All CTAs of a grid have to be resident: one waits for rows that another one of a peer sends, and that
 // one for rows of others, but never for one that comes later in the order of steps and rows.
 //
-// Sums are in fp32 and never rounded on the way; what a host has not added to yet travels as it is. A sum of two does
+// Sums are in fp32 and never rounded in between; what a host has not added to yet travels as it is. A sum of two does
 // not depend on their order, so all hosts have the same bits.
 //
 // Memory order, by what is shared:
@@ -359,7 +359,7 @@ struct DoublingRows {
 };
 
 // The kernel's text, by all its threads. `call.group` is a group of this rank alone: base[0] is its own arena. `parts`
-// lies in shared memory.
+// is in shared memory.
 template <typename T, int kVecs, bool kPlain, bool kSeveral, class Travel>
 __device__ __forceinline__ void doubling_kernel(const Call& call, const Doubling& exchange,
                                                 float (*parts)[kMostWarps]) {

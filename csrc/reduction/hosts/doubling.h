@@ -1,4 +1,4 @@
-// Recursive doubling between GPUs of several hosts: what a kernel knows of the exchange, and where messages lie. Plain
+// Recursive doubling between GPUs of several hosts: what a kernel reads of the exchange, and where messages are. Plain
 // C++. The protocol: doubling.cuh; how rows travel: doubling_rows.cuh.
 #pragma once
 
@@ -14,8 +14,8 @@ namespace weave::hosts {
 
 // How rows travel. Equal on all ranks in every call.
 enum class Transfer : int32_t {
-    kPacket = 0,      // words with the number of their call beside them
-    kFlaggedRow = 1,  // rows as they are, and a flag behind each
+    kPacket = 0,      // words, each with the number of its call
+    kFlaggedRow = 1,  // rows as they are, and a flag after each
 };
 
 // What a message begins with: one pair of packets that says what its sender runs.
@@ -32,13 +32,13 @@ constexpr int32_t kNumHalves = 2;
 struct HostStep {
     char* direct;  // the peer's arena, mapped here; nullptr: only puts reach it
     int32_t peer;  // rank in the group
-    int32_t slot;  // where messages of this step lie, in every arena
+    int32_t slot;  // where messages of this step are, in every arena
     bool sends, receives;
     bool sends_wide, receives_wide;  // fp32 words of sums, else the activations as they are
     bool is_finished;                // what is received is the sum over all hosts
 };
 
-// A message to another rank of this host, and one from it. They lie in slots of their own.
+// A message to another rank of this host, and one from it. They are in slots of their own.
 struct WithinHost {
     HostStep to, from;
 };
@@ -115,7 +115,7 @@ struct Place {
     int64_t offset = 0, num_bytes = 0;
 };
 
-// Where an exchange's buffers lie.
+// Where an exchange's buffers are.
 struct Places {
     Place inbox, outbox, row_inbox, row_outbox, flags, sums;
 };
@@ -123,7 +123,7 @@ struct Places {
 // `exchange` in buffers at `places`. Throws std::invalid_argument where inbox and outbox differ in size.
 Doubling placed(Doubling exchange, const Places& places);
 
-// Whether a call fits the buffers that `exchange` lies in.
+// Whether a call fits the buffers that `exchange` is in.
 bool fits(const Doubling& exchange, Transfer transfer, int64_t tokens, int64_t hidden);
 
 // What calls of up to `tokens` tokens need of every arena: "host_inbox" and "host_outbox", which hold packets and what

@@ -1,6 +1,6 @@
 // How rows travel between hosts: what recursive doubling (doubling.cuh) does to send a row and to take one.
 //
-//   PacketRows    4 bytes of data beside 4 of flag (fabric/packet_pair.cuh), the call's number. Twice the bytes, and no
+//   PacketRows    4 bytes of data with 4 of flag (fabric/packet_pair.cuh), the call's number. Twice the bytes, and no
 //                 fence, barrier or signal: for few rows, which latency is most of
 //   FlaggedRows   16 bytes at a time, as they are, and one flag a row. A flag costs the CTA a barrier and one of its
 //                 threads a fence that waits until the row has arrived: for rows enough that bytes count more
@@ -51,7 +51,7 @@
 //     reader  all threads of that CTA, plain
 //   a row in an inbox that only puts reach
 //     store   the peer's NIC, or its proxy
-//     fence   NVSHMEM's: put_signal() brings the word behind what it puts
+//     fence   NVSHMEM's: put_signal() brings the word after what it puts
 //     flag    the same word, by put_signal()
 //     wait    as above; the thread that has seen the flag then calls arrived(), which does what NVSHMEM's own waits do
 //     on
@@ -217,7 +217,7 @@ struct PacketRows : Messages<T, Remote> {
 #pragma unroll
         for (int first = 0; first < kVecs; first += kAtOnce) {
             PacketPair pairs[kAtOnce][N / 2];
-            // All that a thread waits for is on its way at once.
+            // All that a thread waits for is in flight at once.
 #pragma unroll
             for (int j = 0; j < kAtOnce; ++j) {
                 if (!this->lanes.has(first + j)) continue;
@@ -254,7 +254,7 @@ struct FlaggedRows : Messages<T, Remote> {
         return this->slot(step) * this->exchange.row_slot_bytes +
                row * this->template row_bytes<N>(Transfer::kFlaggedRow);
     }
-    // The first 16 bytes of all vectors, then the second ones: what a warp stores at once lies side by side.
+    // The first 16 bytes of all vectors, then the second ones: what a warp stores at once is contiguous.
     __device__ __forceinline__ int64_t in_row(int j, int part) const {
         return (static_cast<int64_t>(part) * this->lanes.count + this->lanes.at(j)) * 16;
     }
@@ -328,7 +328,7 @@ struct FlaggedRows : Messages<T, Remote> {
 #pragma unroll
         for (int first = 0; first < kVecs; first += kAtOnce) {
             Vec16 parts[kAtOnce][N / 4];
-            // These loads are on their way at once.
+            // These loads are in flight at once.
 #pragma unroll
             for (int j = 0; j < kAtOnce; ++j) {
                 if (!this->lanes.has(first + j)) continue;

@@ -17,7 +17,7 @@ uint32_t slot_of(const Step& step) {
     return step.is_finished ? 1 : 0;
 }
 
-// The address at which row 0 would lie if row `first` lay at `data`.
+// The address at which row 0 would be if row `first` were at `data`.
 char* as_of_row_zero(void* data, int64_t first, int64_t row_bytes) {
     return static_cast<char*>(data) - first * row_bytes;
 }
@@ -78,7 +78,8 @@ Exchange AllReduceNormOfHosts::chosen(int64_t tokens) const {
     return table_.back().exchange;
 }
 
-// The first failure, for messages; ranks of this host are told, and those of the others find the connection closed.
+// The first failure, for messages; ranks of this host are signalled, and those of the others find the connection
+// closed.
 Status AllReduceNormOfHosts::kept(Status status, bool is_wire) {
     if (status.code == Code::kBusy || status.code == Code::kForked) return status;
     if (is_wire) group_.poison(status);

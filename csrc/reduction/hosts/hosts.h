@@ -12,11 +12,11 @@
 //
 // With the direct ones a row is summed in the order of the ranks, where it is computed: bit for bit the result of the
 // same ranks on one host. With the recursive ones sums of two halves of the hosts are added, in fp32 and never rounded
-// on the way; a sum of two does not depend on their order, so all hosts get the same bits. Normalized rows never travel
-// between hosts: a host makes them of the sums. In the end ranks of a host hand their shares to each other.
+// in between; a sum of two does not depend on their order, so all hosts get the same bits. Normalized rows never travel
+// between hosts: a host makes them of the sums. In the end ranks of a host exchange their shares.
 //
-// Buffers of one rank, beside the arena: what comes from other hosts lands in a buffer of its own for every message of
-// a call, and sums are made there, so that nothing is written while it is still being sent.
+// Buffers of one rank, in addition to the arena: what comes from other hosts lands in a buffer of its own for every
+// message of a call, and sums are made there, so that nothing is written while it is still being sent.
 #pragma once
 
 #include <cstdint>
@@ -69,7 +69,7 @@ class AllReduceNormOfHosts : public AllReduceNorm {
         const void* data;
         DType dtype;
     };
-    // A recursive exchange under way.
+    // A recursive exchange in flight.
     struct Progress;
 
     // Rows of `share` that `host` computes.

@@ -63,7 +63,7 @@ int enqueue_as(const W& work, Product product) {
         if (product == Product::kPlain) return run_product<Product::kPlain, kTransposed>(work);
         if (product == Product::kPairs) return run_product<Product::kPairs, kTransposed>(work);
         if constexpr (std::is_same_v<W, Work>) {
-            if (product == Product::kHome) return run_product<Product::kHome, kTransposed>(work);
+            if (product == Product::kToRanks) return run_product<Product::kToRanks, kTransposed>(work);
         }
         if (product != Product::kDown) throw std::runtime_error("not of that kernel");
         run_product<Product::kDown, kTransposed>(work);
@@ -160,7 +160,7 @@ struct Call {
     int32_t num_sms;
     uint32_t seed;
     int32_t tile_rows, second_wide;
-    int64_t rows_of_home;  // 0: `results` is one tensor, else homes lie in it one behind the other, the last one first
+    int64_t rows_per_buffer;  // 0: `results` is one tensor, else buffers lie in it one behind the other, the last one first
     int32_t lag;       // of both GEMMs in one kernel; below 0: in two
     int32_t resident;  // clusters of that kernel, at a time
     int32_t counts_are_ignored;
@@ -197,17 +197,17 @@ const char* run(const Call* call) {
     }
     int code = run_gate_up(call->x, call->x_stride, hidden, call->choices, gate_up, routing, gate, call->inner,
                            DType::kBFloat16, call->gathered, nullptr);
-    if (code == 0 && call->rows_of_home == 0)
+    if (code == 0 && call->rows_per_buffer == 0)
         code = run_down(call->inner, width, down, routing, call->results, DType::kBFloat16, call->second_wide != 0,
                         nullptr);
-    if (code == 0 && call->rows_of_home != 0) {
-        Homes homes{};
-        homes.rows = call->rows_of_home;
-        // In the other order, so that none lies where the home before ends.
-        const int64_t count = (call->rows + homes.rows - 1) / homes.rows;
-        for (int64_t home = 0; home < count; ++home)
-            homes.base[home] = static_cast<char*>(call->results) + (count - 1 - home) * homes.rows * hidden * 2;
-        code = run_down_home(call->inner, width, down, routing, homes, DType::kBFloat16, nullptr);
+    if (code == 0 && call->rows_per_buffer != 0) {
+        ResultBuffers buffers{};
+        buffers.rows = call->rows_per_buffer;
+        // In the other order, so that none lies where the buffer before ends.
+        const int64_t count = (call->rows + buffers.rows - 1) / buffers.rows;
+        for (int64_t buffer = 0; buffer < count; ++buffer)
+            buffers.base[buffer] = static_cast<char*>(call->results) + (count - 1 - buffer) * buffers.rows * hidden * 2;
+        code = run_down_to_ranks(call->inner, width, down, routing, buffers, DType::kBFloat16, nullptr);
     }
     if (code != 0 && failure.empty()) failure = "code " + std::to_string(code);
     return failure.c_str();

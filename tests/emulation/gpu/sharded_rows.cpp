@@ -13,7 +13,7 @@ std::string failure;
 
 constexpr uint64_t kPoison = 0x7fc07fc07fc07fc0;  // NaN
 
-// Row [source][token] times a small number by expert, to the choice's place at home.
+// Row [source][token] times a small number by expert, to the choice's slot in the combine buffer.
 void stand_in_for_experts(const Exchange& exchange) {
     const fabric::GroupView& group = exchange.group;
     const char* own = group.base[group.rank];

@@ -120,19 +120,19 @@ def second_gemm(
     out: Tensor,
     shape: ExpertsShape,
     how: ExpertsLaunch,
-    rows_of_home: int = 0,
+    rows_per_buffer: int = 0,
 ) -> None:
-    """Into `out` [splits, rows, H]; with `rows_of_home` `out` are addresses, each of that many rows [H]."""
+    """Into `out` [splits, rows, H]; with `rows_per_buffer` `out` are addresses, each of that many rows [H]."""
     from weaveopt.ops.experts import kernels
 
     early, tile = how.early and may_launch_early(inner.device), how.down
-    assert not rows_of_home or how.splits == 1, f"{how.splits} splits have no sum at another rank"
+    assert not rows_per_buffer or how.splits == 1, f"{how.splits} splits have no sum at another rank"
     kernels.down[(how.max_tiles(shape) * -(-shape.hidden // tile.columns), how.splits)](
         inner, order, table, *_ranges(weights.down), _dense(weights.down_bias, inner), out,
-        *weights.down.stride(), rows_of_home or shape.rows,
+        *weights.down.stride(), rows_per_buffer or shape.rows,
         HIDDEN=shape.hidden, INNER=shape.inner, BIAS=weights.down_bias is not None, SPLITS=how.splits,
         BLOCK_M=how.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=how.group, SWAP=tile.swap,
-        HOMES=rows_of_home > 0,
+        TO_RANKS=rows_per_buffer > 0,
         PDL=early, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=early,
     )  # fmt: skip
 

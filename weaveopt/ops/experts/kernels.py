@@ -167,11 +167,11 @@ def down(
     inner, order, table, weight, others, starts, bias, out, stride_we, stride_wn, stride_wk, num_rows,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    SWAP: tl.constexpr, HOMES: tl.constexpr, PDL: tl.constexpr,
+    SWAP: tl.constexpr, TO_RANKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`inner @ weight[expert].T + bias[expert]` at the row's number: `out` [SPLITS, rows, H], partial sums in fp32.
 
-    With one split it is in x's dtype. Grid (tiles * blocks, SPLITS). With HOMES `out` are addresses: row n is row
+    With one split it is in x's dtype. Grid (tiles * blocks, SPLITS). With TO_RANKS `out` are addresses: row n is row
     `n % num_rows` of the n // num_rows-th, and there is one split.
     """
     if PDL:
@@ -206,10 +206,10 @@ def down(
         acc = tl.trans(acc)
     if BIAS and split == 0:
         acc += tl.load(bias + expert * HIDDEN + read).to(tl.float32)[None, :]
-    if HOMES:
+    if TO_RANKS:
         # Alignment hint: rows begin at multiples of 16 bytes; without it Triton emits scalar stores.
-        homes = tl.multiple_of(tl.load(out + numbers // num_rows).to(tl.pointer_type(inner.dtype.element_ty)), 16)
-        here = homes[:, None] + (numbers % num_rows).to(tl.int64)[:, None] * HIDDEN + at[None, :]
+        bases = tl.multiple_of(tl.load(out + numbers // num_rows).to(tl.pointer_type(inner.dtype.element_ty)), 16)
+        here = bases[:, None] + (numbers % num_rows).to(tl.int64)[:, None] * HIDDEN + at[None, :]
         result = acc.to(inner.dtype.element_ty)
     else:
         here = out + (split * num_rows.to(tl.int64) + numbers.to(tl.int64))[:, None] * HIDDEN + at[None, :]

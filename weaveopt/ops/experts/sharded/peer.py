@@ -70,7 +70,16 @@ class PeerExpertExchange:
     """One site, ready to run."""
 
     __slots__ = (
-        "_arena", "_call", "_counted", "_counts", "_experts_call", "_homes", "_ids", "_native", "_rows", "_where"
+        "_arena",
+        "_buffers",
+        "_call",
+        "_counted",
+        "_counts",
+        "_experts_call",
+        "_ids",
+        "_native",
+        "_rows",
+        "_where"
     )  # fmt: skip
 
     def __init__(
@@ -95,7 +104,7 @@ class PeerExpertExchange:
         self._rows = memory.tensor(self._native.rows_offset - header, (slots, call.hidden), dtype)
         self._ids = memory.tensor(self._native.ids_offset - header, (slots, call.choices), torch.int64)
         with lasting_tensors():
-            self._homes = torch.tensor(self._native.homes, dtype=torch.int64, device=self._rows.device)
+            self._buffers = torch.tensor(self._native.result_buffers, dtype=torch.int64, device=self._rows.device)
             self._counted = torch.zeros(2, dtype=torch.int64, device=self._rows.device)
 
     @staticmethod
@@ -210,7 +219,7 @@ class PeerExpertExchange:
         order, table = gpu.route(received.experts, shape, how, early)
         weights = received.of_experts
         inner = gpu.first_gemm(received.x, order, table, weights, self._experts_call, shape, how)
-        gpu.second_gemm(inner, order, table, weights, self._homes, shape, how, slot_tokens * shape.choices)
+        gpu.second_gemm(inner, order, table, weights, self._buffers, shape, how, slot_tokens * shape.choices)
 
     def _through_hopper(self, received: ExpertOperands, shape: ExpertsShape, slot_tokens: int, stream: int) -> None:
         how = hopper.plan(shape)

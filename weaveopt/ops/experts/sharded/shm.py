@@ -98,5 +98,5 @@ class ShmExpertExchange:
         ids = torch.empty(num_routes, dtype=torch.int64)
         native.gather(rows.data_ptr(), ids.data_ptr(), num_threads)
         results = expert_rows(rows, ids, operands, self._call).contiguous()
-        native.send_home(results.data_ptr(), num_threads)
+        native.return_results(results.data_ptr(), num_threads)
         return True

@@ -113,7 +113,7 @@ class PeerTiles:
         assert call.cut is not None, f"site {call.reduction.site}: tiles without a configuration"
         self._site, self._hidden = site, call.reduction.hidden
         self._tiles = _native.TileConfig(
-            tile_columns=call.cut.tile_columns, group_pairs=call.cut.group_pairs, finisher_ctas=call.cut.finisher_ctas
+            tile_columns=call.cut.tile_columns, group_pairs=call.cut.group_pairs, reducer_ctas=call.cut.reducer_ctas
         )
         self._unsupported: dict[int, str] = {}
         """Reason why the device has no kernel for a GEMM, by its depth; empty if it has one."""

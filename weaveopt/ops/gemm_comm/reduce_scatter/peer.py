@@ -60,7 +60,7 @@ class PeerGemmReduceScatter:
         self._tiles: _native.TileConfig | None = None
         if config is not None:
             self._tiles = _native.TileConfig(
-                tile_columns=config.tile_columns, group_pairs=config.group_pairs, finisher_ctas=config.finisher_ctas
+                tile_columns=config.tile_columns, group_pairs=config.group_pairs, reducer_ctas=config.reducer_ctas
             )
         self._matrix = NativeRecord(_native.GemmMatrix)
         self._parameters = NativeRecord(_native.ReductionParameters)

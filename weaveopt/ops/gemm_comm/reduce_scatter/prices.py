@@ -89,7 +89,7 @@ def _tiled(
         return (
             ("tile_columns", cut.tile_columns),
             ("group_pairs", cut.group_pairs),
-            ("finisher_ctas", cut.finisher_ctas),
+            ("finisher_ctas", cut.reducer_ctas),
         )
 
     reasons = tuple(dict.fromkeys((*refused, *size_refused(gemm, work.dtype, work.world, priced.tokens))))

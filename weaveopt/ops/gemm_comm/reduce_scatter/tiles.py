@@ -62,7 +62,7 @@ def price(
     units = num_units(machine, dtype)
 
     def waves(cut: TileConfig, tokens: int, hidden: int, _: int) -> int:
-        sizes = tokens, hidden, cut.tile_columns, cut.finisher_ctas, world, units
+        sizes = tokens, hidden, cut.tile_columns, cut.reducer_ctas, world, units
         return 0 if _native is None else _native.product_waves(*sizes)
 
     message = Message(gemm.m, gemm.n, DTYPE_BYTES[dtype])

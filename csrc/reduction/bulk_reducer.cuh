@@ -52,7 +52,7 @@ struct Row {
 };
 
 template <typename T, int kMaxW, int kVecs, bool kPlain>
-struct Finisher {
+struct Reducer {
     static constexpr int E = kElements<T>;
     // Of these, and of the own part and the residual: more would take too many registers, and what then goes to memory
     // costs most where CTAs are few.
@@ -69,7 +69,7 @@ struct Finisher {
         return Row{unit, in_unit, work.unit(work.call.group.rank, first), first + in_unit,
                    work.call.begin[work.call.group.rank] + first + in_unit};
     }
-    // `count` is 0 behind the last row.
+    // `count` is 0 after the last row.
     __device__ __forceinline__ Row after(const Row& row) const {
         return row.in_unit + 1 < row.count ? row_at(row.unit, row.in_unit + 1) : row_at(row.unit + kTeams, 0);
     }
