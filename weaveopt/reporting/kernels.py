@@ -12,7 +12,7 @@ SHOWN = 8
 
 
 def kernel_lines(graph: GraphReport) -> Iterator[str]:
-    """Timed kernels beside the profile's prices, longest first, and choices that an unmeasured price may turn."""
+    """Timed kernels with the profile's prices, longest first, and choices that an unmeasured price may turn."""
     if graph.tuned:
         yield f"local kernels: {graph.tuned}"
     for kernel in graph.kernels[:SHOWN]:

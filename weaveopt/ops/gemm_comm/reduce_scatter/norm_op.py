@@ -4,7 +4,7 @@
     total = (reduce_scatter_tensor(partial, "sum") + residual).to(dtype)      # [own rows, hidden], in fp32 until then
     scaled = total.float() * rsqrt(mean(total.float() ** 2, -1) + eps)        # rounded where call.cast_before_weight
     normalized = (scaled * (weight + call.weight_offset)).to(dtype)
-    return normalized, total          # where call.among_all, a [tokens, hidden] of which own rows alone hold data
+    return normalized, total          # where call.full_size_sum, a [tokens, hidden] of which own rows alone hold data
 
 `a` is [tokens, k] and `b` [k, hidden]; own rows are tokens / world, those of rank r from `r * tokens / world` on;
 `residual` [own rows, hidden] has this rank's rows alone. `a`, `b`, `residual` and both results are of one dtype: bf16,
