@@ -7,7 +7,7 @@ import torch
 from torch._inductor import list_options
 from transformers import CompileConfig, GenerationConfig
 
-from weaveopt.generation.compiling import ONE_ROW, SIDE_BY_SIDE, Backend, apart, backend_for
+from weaveopt.generation.compiling import ONE_ROW, SIDE_BY_SIDE, Backend, backend_for, with_own_code
 
 
 def test_a_call_names_its_backend() -> None:
@@ -36,7 +36,7 @@ def test_copies_have_code_of_their_own() -> None:
     def double(x: int) -> int:
         return 2 * x
 
-    one, other = apart(double), apart(double)
+    one, other = with_own_code(double), with_own_code(double)
     assert one(4) == other(4) == 8
     assert len({id(each.__code__) for each in (double, one, other)}) == 3
 
@@ -45,8 +45,8 @@ def test_steps_of_one_row_are_tuned_unless_the_user_said_how() -> None:
     tuned = Backend("weave", "weave", None, (("strict", True),)).for_one_row()
     assert tuned.options == (("strict", True), (ONE_ROW, True), (SIDE_BY_SIDE, True)) and tuned.for_one_row() == tuned
     assert {ONE_ROW, SIDE_BY_SIDE} <= set(list_options())
-    apart = Backend("weave", "weave", None, ((SIDE_BY_SIDE, False),)).for_one_row()
-    assert apart.options == ((SIDE_BY_SIDE, False), (ONE_ROW, True))
+    separate = Backend("weave", "weave", None, ((SIDE_BY_SIDE, False),)).for_one_row()
+    assert separate.options == ((SIDE_BY_SIDE, False), (ONE_ROW, True))
     for kept in (
         Backend("weave", "weave", None, ((ONE_ROW, False),)),
         Backend("inductor", "inductor", "max-autotune-no-cudagraphs"),
