@@ -30,6 +30,8 @@ def plot(title: str, rows: Rows, path: Path) -> None:
 
     if accuracy.is_accuracy(rows):
         figure = _accuracy(title, accuracy.predictions(rows))
+    elif all("of_fastest" in row.parameters and row.predicted_us for row in rows):
+        figure = _choices(title, rows)
     elif all("ctas" in row.case for row in rows):
         figure = _ctas(title, rows)
     elif all("runs" in row.parameters and "sum" in row.case for row in rows):
@@ -99,6 +101,28 @@ def _accuracy(title: str, rows: Rows) -> Figure:
     right.set_xlabel("error, %")
     right.set_ylabel("predictions, %")
     right.grid(alpha=0.3)
+    return figure
+
+
+def _choices(title: str, rows: Rows) -> Figure:
+    """Predicted against measured; and the speed of the chosen form over the fastest one's, and over Inductor's."""
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12.4, 5), layout="constrained")
+    figure.suptitle(f"{title}: {len(rows)} shapes")
+    measured = [row.weave_us for row in rows]
+    left.plot(measured, [row.predicted_us for row in rows], "o", ms=4, color="#c03a2b", label="kernels timed")
+    ends = [min(measured), max(measured)]
+    left.plot(ends, ends, color="black", linewidth=1)
+    _log_log(left, "predicted against measured, whole layers", "measured us", "predicted us")
+    labels = [" ".join(str(row.case[name]) for name in ("hidden", "intermediate", "tokens")) for row in rows]
+    for name, color, shift in (("of_fastest", "#c03a2b", -0.2), ("over_inductor", "#3b6ea5", 0.2)):
+        places = [place + shift for place in range(len(rows))]
+        right.barh(places, [float(row.parameters[name]) for row in rows], 0.4, color=color, label=name)
+    right.set_yticks(range(len(rows)), labels, fontsize=7)
+    right.axvline(1.0, color="black", linewidth=1)
+    right.set_title("speed of the chosen form over the fastest one's, and over Inductor's")
+    right.legend(fontsize=8)
     return figure
 
 

@@ -7,8 +7,10 @@ may lose by an error of its price: what another choice would gain if that price 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from weaveopt.cost_model.timed import ByProfile, KernelShape
 from weaveopt.pipeline.price import price
@@ -86,10 +88,19 @@ class AskedPrices:
                 kernels[replace(shape, layout=layout)] = AskedKernel(replace(shape, layout=layout), us)
         return tuple(kernels.values())
 
-    def weighed(self, kernels: Sequence[AskedKernel], relative_error: float) -> tuple[AskedKernel, ...]:
-        """The same kernels with what the decision may lose by an error of each price."""
+    def weighed(
+        self, kernels: Sequence[AskedKernel], relative_error: float, longest_s: float = inf
+    ) -> tuple[AskedKernel, ...]:
+        """The same kernels, longest first, with what the decision may lose by an error of each price.
+
+        Each takes a pricing of all sites; those that are not reached in `longest_s` count as turning nothing.
+        """
+        ends = time.perf_counter() + longest_s
         before = [self._problem(counts, self._context) for counts in self._counts]
-        return tuple(self._weighed(kernel, before, relative_error) for kernel in kernels)
+        order = sorted(kernels, key=lambda kernel: -kernel.us)
+        return tuple(
+            self._weighed(kernel, before, relative_error) if time.perf_counter() < ends else kernel for kernel in order
+        )
 
     def _weighed(self, kernel: AskedKernel, before: Sequence[Problem], relative_error: float) -> AskedKernel:
         context = self._with(_Off(replace(kernel.shape, layout=""), 1.0 + relative_error))

@@ -34,6 +34,9 @@ from weaveopt.wording import counted
 SECONDS_A_NODE = 0.0025
 """Share of the budget that a node of the graph brings: a tenth of what Inductor takes to compile it, at least."""
 
+_WEIGHING = 0.3
+"""Largest share of the budget for finding out which kernels matter."""
+
 
 @dataclass(frozen=True)
 class Tuned:
@@ -139,7 +142,7 @@ class _Tuning:
         if self._prices is None:
             return
         began = time.perf_counter()
-        weighed = self._prices.weighed(lacking, self._context.machine.relative_error)
+        weighed = self._prices.weighed(lacking, self._context.machine.relative_error, _WEIGHING * budget_s)
         order = sorted(weighed, key=lambda each: each.worth, reverse=True)
         rest_s = budget_s - (time.perf_counter() - began)
         self._timings = time_kernels(order, self._device, rest_s, _weight_bytes(self._captured))
