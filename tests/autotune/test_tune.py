@@ -23,7 +23,7 @@ from tests.house.test_toys import chain, chain_inputs
 from tests.ranks import run_ranks
 from weaveopt import backend, cost_model
 from weaveopt.autotune import kernel_exchange, tune
-from weaveopt.autotune.asked_kernels import AskedKernel
+from weaveopt.autotune.asked_kernels import AskedKernel, AskedPrices
 from weaveopt.autotune.kernel_calls import Operands, launch_of
 from weaveopt.autotune.kernel_timing import KernelTimings, time_kernels
 from weaveopt.config import Config
@@ -341,3 +341,30 @@ def test_a_measured_size_is_told_from_one_between() -> None:
     assert was_measured(machine, KernelShape("gemm", "bfloat16", 2048, (4096, 8192)))
     assert not was_measured(machine, KernelShape("gemm", "bfloat16", 1500, (4096, 8192)))
     assert not was_measured(machine, KernelShape("gemm", "float64", 2048, (4096, 8192)))
+
+
+def test_finding_out_what_matters_is_bounded() -> None:
+    """Without time for it, kernels are taken longest first."""
+    torch._dynamo.reset()
+    seen: list[tuple[AskedKernel, ...]] = []
+
+    class Watched(AskedPrices):
+        def weighed(
+            self, kernels: Sequence[AskedKernel], relative_error: float, longest_s: float = 1e9
+        ) -> tuple[AskedKernel, ...]:
+            seen.append(super().weighed(kernels, 1e4, 0.0))
+            return super().weighed(kernels, relative_error, longest_s)
+
+    tune.AskedPrices = Watched  # type: ignore[misc]
+    try:
+        with fake_group(2), torch.no_grad():
+            backend_seen = preview(
+                BASE, topology.fake(2), cost_model.load("cpu"), lambda _: None, TOYS, ask_sensitivity=True
+            )
+            torch.compile(chain, backend=backend_seen, dynamic=False)(*chain_inputs(ROWS))
+    finally:
+        tune.AskedPrices = AskedPrices  # type: ignore[misc]
+    (kernels,) = seen
+    times = [kernel.us for kernel in kernels]
+    assert len(times) > 1 and times == sorted(times, reverse=True)
+    assert all(kernel.loss_us == 0.0 for kernel in some(kernels))
