@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from weaveopt.autotune.asked_kernels import AskedKernel
 from weaveopt.autotune.candidate_run import running
 from weaveopt.autotune.kernel_calls import CPU_COLD_BYTES, GPU_COLD_BYTES, Operands, launch_of
 from weaveopt.cost_model.timed import KernelShape, KernelTime
-from weaveopt.measure.clock import Clock, CpuClock, CudaClock
+from weaveopt.measure.clock import Clock, CpuClock, CudaClock, Sample
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ def time_kernels(
     most = CPU_COLD_BYTES if device.type == "cpu" else GPU_COLD_BYTES
     operands = Operands(device, min(most, max(weight_bytes, 1)))
     began, times, left, failed = time.perf_counter(), list[KernelTime](), list[KernelShape](), list[KernelShape]()
+    clock = _gpu_clock() if device.type == "cuda" else TuningCpuClock(began + budget_s)
     with running():
         for kernel in kernels:
             if time.perf_counter() - began + _takes_s(kernel, device) > budget_s:
@@ -47,7 +49,7 @@ def time_kernels(
                 if launch is None:
                     failed.append(kernel.shape)
                     continue
-                sample = _clock(device.type).alone(launch, kernel.us)
+                sample = clock.alone(launch, kernel.us)
             except RuntimeError:  # no memory, or no such kernel here: the profile's price stands
                 failed.append(kernel.shape)
                 continue
@@ -63,10 +65,17 @@ class TuningCpuClock(CpuClock):
     MOST_CALLS_ALONE = 400
     MOST_PASSES = 4
 
+    def __init__(self, ends: float = math.inf) -> None:
+        self._ends = ends
+        """No pass but the first begins after this time of `perf_counter`: a busy host is slower than predicted."""
+
+    def _goes_on(self, passes: Sequence[Sample]) -> bool:
+        return super()._goes_on(passes) and (not passes or time.perf_counter() < self._ends)
+
 
 @functools.cache
-def _clock(device: str) -> Clock:
-    return CudaClock() if device == "cuda" else TuningCpuClock()
+def _gpu_clock() -> Clock:
+    return CudaClock()
 
 
 _SET_UP_S = 0.01
