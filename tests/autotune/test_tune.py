@@ -25,7 +25,7 @@ from weaveopt import backend, cost_model
 from weaveopt.autotune import kernel_exchange, tune
 from weaveopt.autotune.asked_kernels import AskedKernel, AskedPrices
 from weaveopt.autotune.kernel_calls import Operands, launch_of
-from weaveopt.autotune.kernel_timing import KernelTimings, time_kernels
+from weaveopt.autotune.kernel_timing import KernelTimings, TuningCpuClock, time_kernels
 from weaveopt.config import Config
 from weaveopt.cost_model import Attention, Gemm, gemm_us
 from weaveopt.cost_model.attention import shape_of
@@ -368,3 +368,17 @@ def test_finding_out_what_matters_is_bounded() -> None:
     times = [kernel.us for kernel in kernels]
     assert len(times) > 1 and times == sorted(times, reverse=True)
     assert all(kernel.loss_us == 0.0 for kernel in some(kernels))
+
+
+def test_a_busy_host_gets_no_second_pass() -> None:
+    calls: list[int] = []
+
+    def slow(index: int) -> None:
+        calls.append(index)
+        time.sleep(0.004)
+
+    late = TuningCpuClock(ends=time.perf_counter() - 1.0).alone(slow, 10.0)
+    assert len(calls) == 2 + TuningCpuClock.FEWEST_CALLS and late.us >= 4000.0
+    calls.clear()
+    TuningCpuClock().alone(slow, 10.0)
+    assert len(calls) >= 2 + 2 * TuningCpuClock.FEWEST_CALLS

@@ -69,8 +69,8 @@ class TuningCpuClock(CpuClock):
         self._ends = ends
         """No pass but the first begins after this time of `perf_counter`: a busy host is slower than predicted."""
 
-    def _goes_on(self, passes: Sequence[Sample]) -> bool:
-        return super()._goes_on(passes) and (not passes or time.perf_counter() < self._ends)
+    def _continues(self, passes: Sequence[Sample]) -> bool:
+        return super()._continues(passes) and (not passes or time.perf_counter() < self._ends)
 
 
 @functools.cache
