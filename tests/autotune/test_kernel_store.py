@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -58,6 +59,16 @@ def test_a_broken_file_is_empty_and_replaced(name: str, tmp_path: Path) -> None:
     store.path.write_text(BROKEN[name], encoding="latin-1")
     assert store.read().times == {}
     assert store.add([TIME]) and store.read().times == {SHAPE: TIME}
+
+
+def test_without_msgspec_nothing_is_known_and_times_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = KernelStore(tmp_path, DEVICE)
+    store.add([TIME])
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "msgspec", None)
+        assert store.read().times == {}
+        assert store.add([TIME])
+    assert store.read().times == {SHAPE: TIME}
 
 
 def test_a_file_of_another_version_is_empty(tmp_path: Path) -> None:

@@ -119,10 +119,10 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def content_of(path: Path) -> StoredFile | None:
-    """Content of a file; None where there is none that can be read."""
+    """Content of a file; None where there is none that can be read, and where msgspec, which reads it, is missing."""
     try:
         return plain_json.convert(plain_json.read(plain_json.text_of(path)), StoredFile)
-    except (plain_json.JsonError, OSError):
+    except (plain_json.JsonError, OSError, ImportError):
         return None
 
 
