@@ -65,8 +65,8 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "tune_budget_s",
         "WEAVE_TUNE_BUDGET_S",
-        5.0,
-        "longest time in which local kernels of one graph are timed; small graphs get less (0: none is timed)",
+        0.0,
+        "longest time in which local kernels of one graph are timed, 5 say; small graphs get less (0: none is timed)",
         most=LONGEST_S,
     ),
     Option("tune_cache", "WEAVE_TUNE_CACHE", None, "folder that keeps those times (default: ~/.cache/weaveopt)"),
@@ -124,7 +124,7 @@ class Config:
     machine: str | None = None
     verify: bool = False
     verify_budget_s: float = 60.0
-    tune_budget_s: float = 5.0
+    tune_budget_s: float = 0.0
     tune_cache: str | None = None
     cuda_graphs: bool = False
     max_tokens: int = 8192

@@ -46,7 +46,7 @@ from weaveopt.rule import Context, FoundSite, Proposal, RuleSet
 TOY = "library_sum"
 ROWS, WIDTH = 8, 40
 """Rows of the chain, and the columns of the GEMM that the toy's price rests on, which no graph has."""
-BASE = Config(strict=True, timeout_s=20.0, compile_timeout_s=20.0, disable=("all_reduce_rms_norm",))
+BASE = Config(strict=True, timeout_s=20.0, compile_timeout_s=20.0, disable=("all_reduce_rms_norm",), tune_budget_s=5.0)
 
 
 @dataclass(frozen=True)
