@@ -31,7 +31,7 @@ class Saying(Enum):
     OTHER_LATE = rf"PeerTimeoutError: {_OP}peer rank \d+ did not signal within [\d.]+ s{_SLOT}"
     ABSENT = rf"AgreementError: {_GROUP}rank {{victim}} of \([\d, ]+\) did not come within [\d.]+ s for .+"
     OTHERS_ABSENT = rf"AgreementError: {_GROUP}ranks? [\d, ]+ of \([\d, ]+\) did not come within [\d.]+ s for .+"
-    STORE_LOST = rf"AgreementError: {_GROUP}the store failed while ranks met for .+"
+    STORE_LOST = rf"AgreementError: {_GROUP}the store failed while ranks synchronized for .+"
     STORE_SILENT = rf"AgreementError: {_GROUP}the store did not answer within [\d.]+ s for .+"
     NO_SPACE = rf"{_SHARE}rank {{victim}}: cannot reserve \d+ bytes .*in /dev/shm \(No space left on device\) .*"
     NO_DESCRIPTORS = rf"{_SHARE}rank {{victim}}: cannot reserve \d+ bytes .*in /dev/shm \(Too many open files\) .*"

@@ -50,7 +50,7 @@ class Saying(Enum):
         "`ArenaError`: ranks could not be reached",
     )
     STORE_LOST = (
-        r"AgreementError: group '\S+': the store failed while ranks met for .+",
+        r"AgreementError: group '\S+': the store failed while ranks synchronized for .+",
         "`AgreementError`: the store failed",
     )
     STORE_SILENT = (
