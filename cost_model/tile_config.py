@@ -50,7 +50,7 @@ class TileCurve(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TileKernels:
+class TileKernelNames:
     """The kernels of one operation, as its curves name them."""
 
     op: str
@@ -99,7 +99,7 @@ class TileKernels:
 
 @cache
 def _known(
-    kernels: TileKernels, machine: Machine, fabric: Fabric, world: int, variant: str
+    kernels: TileKernelNames, machine: Machine, fabric: Fabric, world: int, variant: str
 ) -> OperationCurves[TileConfig]:
     def parse(name: str) -> tuple[TileConfig, int] | None:
         found = kernels.parse(name)

@@ -17,7 +17,7 @@ from weaveopt import _native
 from weaveopt.cost_model.gemm import num_units
 from weaveopt.cost_model.machine import Machine
 from weaveopt.cost_model.overlapped import Message, overlapped_us
-from weaveopt.cost_model.tile_config import TileConfig, TileKernels
+from weaveopt.cost_model.tile_config import TileConfig, TileKernelNames
 from weaveopt.ops.gemm_comm.all_gather.call import ALL_GATHER
 from weaveopt.ops.gemm_comm.all_reduce.call import ALL_REDUCE, TileOutput
 from weaveopt.records.candidate import Fabric
@@ -31,7 +31,7 @@ PREFIX = "us "
 class Measured:
     """The kernels of one suite: how its rows name a size and a cut, and what the profile knows of them."""
 
-    kernels: TileKernels
+    kernels: TileKernelNames
     variant: str = ""
     spare_ctas: int = 0
     """CTAs that compute no tiles, beside those of a config."""

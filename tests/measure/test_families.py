@@ -13,7 +13,7 @@ from weaveopt import cost_model
 from weaveopt.cost_model.collectives import fabric_costs
 from weaveopt.cost_model.machine import ContentionRow, Curve, KernelCurve, Point, SizePoint
 from weaveopt.measure.cases import FAMILIES, name_of
-from weaveopt.measure.cases.collectives import LibraryCollectives
+from weaveopt.measure.cases.collectives import Collectives
 from weaveopt.measure.cases.copies import Copies
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.cases.gemm import Gemms, shared_out
@@ -53,7 +53,7 @@ def own_kernels() -> list[Family]:
         Launches(1.5, 7.25),
         Gemms(dict.fromkeys(by_dtype, GRID), by_dtype),
         MemoryKernels({4096: rows(3.0)}, [], (1 << 28, Sample(5000.0, 0.0))),
-        LibraryCollectives({(op, world): rows(8.0 * world) for op in ("all_reduce", "all_gather") for world in (2, 4)}),
+        Collectives({(op, world): rows(8.0 * world) for op in ("all_reduce", "all_gather") for world in (2, 4)}),
     ]
 
 

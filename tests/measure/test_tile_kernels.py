@@ -11,7 +11,7 @@ from tests.measure.test_families import own_kernels, rows
 from weaveopt import cost_model
 from weaveopt.cost_model import Machine
 from weaveopt.cost_model.tile_config import TileConfig
-from weaveopt.measure.cases.gemm_comm.all_reduce import Kernel, TileMeasurements, call_of, cases, variant_of
+from weaveopt.measure.cases.gemm_comm.all_reduce import Kernel, TileKernels, call_of, cases, variant_of
 from weaveopt.measure.cases.reduction.peer import PeerKernels
 from weaveopt.measure.clock import Sample
 from weaveopt.measure.draft import Draft
@@ -37,7 +37,7 @@ def machine() -> Machine:
         known = times.setdefault((2, case.hidden, case.cut, case.depth), [])
         known.append((case.bytes, Sample(kernel_us(case.bytes, case.depth, case.cut[1]), 0.01)))
     draft = Draft(torch.device("cpu"), 2, None)
-    for family in (*own_kernels(), PeerKernels({(2, 4096, BULK): rows(4.0)}), TileMeasurements(times)):
+    for family in (*own_kernels(), PeerKernels({(2, 4096, BULK): rows(4.0)}), TileKernels(times)):
         family.write(draft)
     return draft.machine("made_up")
 
@@ -82,7 +82,7 @@ def test_between_rows_and_depths_that_were_measured(machine: Machine) -> None:
 
 def test_a_host_without_the_kernel_writes_nothing() -> None:
     draft = Draft(torch.device("cpu"), 2, None)
-    for family in (*own_kernels(), TileMeasurements()):
+    for family in (*own_kernels(), TileKernels()):
         family.write(draft)
     assert "tiles" not in {name for name, _ in draft.machine("made_up").origins}
 

@@ -53,8 +53,8 @@ def test_two_shows_the_graph_after_each_step_that_changed_it(
 ) -> None:
     text = _told(level, "2", capsys)
     steps = re.findall(r"step (\w+): [\d.]+ us", text)
-    assert steps == ["capture", "context", "recognize", "regime", "price", "decide", "variants", "choose", "plan",
-                     "agree", "rewrite"]  # fmt: skip
+    assert steps == ["capture", "context", "recognize", "tune", "regime", "price", "decide", "variants", "choose",
+                     "plan", "agree", "rewrite"]  # fmt: skip
     changed = re.findall(r"graph 0 after step (\w+)", text)
     assert changed == ["capture", "rewrite"]
     before, after = text.split("after step capture")[1].split("after step rewrite")

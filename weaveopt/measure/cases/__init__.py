@@ -6,7 +6,7 @@ import re
 
 from weaveopt.measure.cases.attention.library import AttentionKernels
 from weaveopt.measure.cases.attention.masked import CausalKernels
-from weaveopt.measure.cases.collectives import LibraryCollectives
+from weaveopt.measure.cases.collectives import Collectives
 from weaveopt.measure.cases.copies import Copies
 from weaveopt.measure.cases.experts.fused import ExpertKernels
 from weaveopt.measure.cases.experts.grouped_gemm import GroupedGemms
@@ -14,7 +14,7 @@ from weaveopt.measure.cases.experts.sharded import ShardedKernels
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.cases.gemm import Gemms
 from weaveopt.measure.cases.gemm_comm.all_gather import AllGathers, PushedGathers
-from weaveopt.measure.cases.gemm_comm.all_reduce import TileMeasurements
+from weaveopt.measure.cases.gemm_comm.all_reduce import TileKernels
 from weaveopt.measure.cases.gemm_comm.reduce_scatter import ReduceScatters, ScatteredTiles
 from weaveopt.measure.cases.gemm_comm.reduce_scatter_norm import NormedTiles
 from weaveopt.measure.cases.launch import Launches
@@ -35,14 +35,14 @@ FAMILIES: tuple[type[Family], ...] = (
     CausalKernels,
     GroupedGemms,
     ExpertKernels,
-    LibraryCollectives,
+    Collectives,
     PeerKernels,
     ShmKernels,
     ReduceScatters,
     AllGathers,
     StreamContention,
     Copies,
-    TileMeasurements,
+    TileKernels,
     ScatteredTiles,
     NormedTiles,
     PushedGathers,
@@ -53,5 +53,5 @@ FAMILIES: tuple[type[Family], ...] = (
 
 
 def name_of(family: type) -> str:
-    """Name of a family for `calibrate --only`: `tile_kernels` for `TileMeasurements`."""
+    """Name of a family for `calibrate --only`: `tile_kernels` for `TileKernels`."""
     return re.sub(r"(?<!^)([A-Z])", r"_\1", family.__name__).lower()

@@ -54,7 +54,7 @@ def _collective(ranks: Ranks, kind: str, num_bytes: int) -> Launch:
 
 
 @dataclass
-class LibraryCollectives(Family):
+class Collectives(Family):
     """NCCL on GPUs, Gloo on CPU ranks; in bfloat16."""
 
     devices: ClassVar = frozenset({"cpu", "cuda"})

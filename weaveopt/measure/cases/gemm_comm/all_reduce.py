@@ -104,7 +104,7 @@ def launch(case: Case[Kernel], ranks: Ranks) -> Launch:
 
 
 @dataclass
-class TileMeasurements(Family):
+class TileKernels(Family):
     """Measurements on the fabric `peer` of the whole kernel, at each depth of the GEMM."""
 
     devices: ClassVar = frozenset({"cuda"})

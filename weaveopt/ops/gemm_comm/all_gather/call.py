@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from weaveopt.cost_model.tile_config import PUSHED, TileKernels
+from weaveopt.cost_model.tile_config import PUSHED, TileKernelNames
 from weaveopt.fabrics.rows_call import RowsCall
 
 Tensor = torch.Tensor
 
 
-ALL_GATHER = TileKernels("all_gather_gemm", (PUSHED,), "n", (128, 160, 256), False, "pushed_gathers")
+ALL_GATHER = TileKernelNames("all_gather_gemm", (PUSHED,), "n", (128, 160, 256), False, "pushed_gathers")
 """Kernels of variant `pushed`."""
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 
-from weaveopt.cost_model.tile_config import TILE_DTYPES, TILES, TileConfig, TileKernels
+from weaveopt.cost_model.tile_config import TILE_DTYPES, TILES, TileConfig, TileKernelNames
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import call_text
 from weaveopt.ops.reduction import call as reductions
@@ -38,7 +38,7 @@ class TileOutput(StrEnum):
         return f"{TILES} {self.value}"
 
 
-ALL_REDUCE = TileKernels(
+ALL_REDUCE = TileKernelNames(
     "gemm_all_reduce", tuple(each.variant for each in TileOutput), "k", (128, 256), True, "tile_kernels"
 )
 """Kernels of variant `tiles`."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from weaveopt.cost_model.tile_config import TILES, TileKernels
+from weaveopt.cost_model.tile_config import TILES, TileKernelNames
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics.rows_call import RowsCall
 from weaveopt.wording import counted
@@ -16,8 +16,8 @@ from weaveopt.wording import counted
 Tensor = torch.Tensor
 
 
-REDUCE_SCATTER = TileKernels("gemm_reduce_scatter", (TILES,), "k", (128, 256), True, "scattered_tiles")
-REDUCE_SCATTER_NORM = TileKernels("gemm_reduce_scatter_norm", (TILES,), "k", (128, 256), True, "normed_tiles")
+REDUCE_SCATTER = TileKernelNames("gemm_reduce_scatter", (TILES,), "k", (128, 256), True, "scattered_tiles")
+REDUCE_SCATTER_NORM = TileKernelNames("gemm_reduce_scatter_norm", (TILES,), "k", (128, 256), True, "normed_tiles")
 """Kernels of the variants `tiles` and `tiles norm`."""
 
 

@@ -13,7 +13,7 @@ from functools import partial
 
 from weaveopt.cost_model import Gemm, Machine, host_us, memory_us
 from weaveopt.cost_model.kernels import traffic_us
-from weaveopt.cost_model.tile_config import TILES, TILES_NORM, TileConfig, TileKernels
+from weaveopt.cost_model.tile_config import TILES, TILES_NORM, TileConfig, TileKernelNames
 from weaveopt.fabrics.topology import Topology
 from weaveopt.ops.gemm_comm.prices import Found, GemmCommPlan, PricedOperation, on_fabrics, with_gemms
 from weaveopt.ops.gemm_comm.reduce_scatter.call import REDUCE_SCATTER, REDUCE_SCATTER_NORM
@@ -79,7 +79,7 @@ def _tiled(
     priced: PricedOperation,
     work: GemmReduceScatterWork,
     refused: tuple[Rejection, ...],
-    kernels: TileKernels,
+    kernels: TileKernelNames,
     variant: str,
 ) -> Found:
     """One kernel that sends its tiles; `kernels`: of the curves with its times."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from weaveopt.cost_model import Gemm, Machine, gemm_us, host_us
 from weaveopt.cost_model.gemm import num_units
 from weaveopt.cost_model.overlapped import Message, Unmeasured, fastest
-from weaveopt.cost_model.tile_config import TILE_DTYPES, TileConfig, TileKernels
+from weaveopt.cost_model.tile_config import TILE_DTYPES, TileConfig, TileKernelNames
 from weaveopt.fabrics.traits import NativePart, is_built
 from weaveopt.ops.gemm_comm.reduce_scatter.call import REDUCE_SCATTER
 from weaveopt.records.candidate import Estimate, Fabric, Rejection, Term
@@ -51,7 +51,7 @@ def size_refused(gemm: Gemm, dtype: str, world: int, tokens: TokenCounts) -> Ite
 
 
 def price(
-    machine: Machine, fabric: Fabric, gemm: Gemm, dtype: str, world: int, kernels: TileKernels = REDUCE_SCATTER
+    machine: Machine, fabric: Fabric, gemm: Gemm, dtype: str, world: int, kernels: TileKernelNames = REDUCE_SCATTER
 ) -> tuple[TileConfig, Estimate] | Rejection:
     """The kernel by the tiles that are predicted fastest; or why its time is not known.
 
