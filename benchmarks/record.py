@@ -125,8 +125,10 @@ def write(suite: str, machine: str, rows: Sequence[Row], beside: bool = False) -
     `beside`: rows of the present file whose cases `rows` does not have stay; each says when it was measured. Raises
     `UsageError` where that file is of other GPUs, as no file has rows of two.
     """
+    from weaveopt.autotune.device_class import processor_name  # it loads torch, which reading files does without
+
     path = RESULTS / machine / f"{suite}.json"
-    host = {"processor": _processor(), "cores": len(os.sched_getaffinity(0)), **_gpus()}
+    host = {"processor": processor_name(), "cores": len(os.sched_getaffinity(0)), **_gpus()}
     kept = _kept(path, rows, host) if beside and path.exists() else []
     record = {
         "suite": suite,
@@ -221,13 +223,3 @@ def _gpus() -> dict[str, str]:
     if not torch.cuda.is_available():
         return {}
     return {"gpus": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"}
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

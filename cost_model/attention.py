@@ -164,7 +164,7 @@ def curve_of(machine: Machine, attention: Attention) -> KernelCurve | None:
     """The measured curve of this kernel in this form, of the head size nearest to this one."""
     if attention.dtype not in ("bfloat16", "float16"):
         return None
-    curves = _curves(machine, attention.kernel, attention.form)
+    curves = _curves(machine.untimed, attention.kernel, attention.form)
     if not curves:
         return None
     return min(curves, key=lambda curve: abs(log(_head_of(curve) / attention.head_dim)))

@@ -110,7 +110,7 @@ def kernels_us(machine: Machine, mixture: Mixture, kernels: str = "") -> float |
     delays the other: the root of the sum of their squares. More than was ever measured goes on at the rate of the most,
     and less arithmetic at that of the least: what a call costs at least is in the time of its weights.
     """
-    curves = _curves(machine, kernels, mixture.dtype, mixture.transposed)
+    curves = _curves(machine.untimed, kernels, mixture.dtype, mixture.transposed)
     if len(curves) < 2 or has_few_rows(mixture, kernels):
         return None
     least = curves["rows"].points[0].size

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import fmean
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import accuracy, record
-from benchmarks.ranks import Place
+from benchmarks.ranks import Place, barrier
 from benchmarks.suite import CPU, GPU, Asked, Needs, Setting, Suite
 from benchmarks.workloads.decoder import INDUCTOR, WEAVE
 from benchmarks.workloads.unseen_shapes import (
@@ -72,16 +73,24 @@ def row_of(place: Place, case: Case, layers: int, found: UnseenResult) -> record
     )
 
 
+@contextmanager
+def shared_folder(place: Place) -> Iterator[str]:
+    """An empty folder of all ranks; it is deleted once each is through."""
+    with tempfile.TemporaryDirectory(prefix="unseen-shapes-") if place.rank == 0 else nullcontext("") as made_here:
+        folder = [made_here]
+        dist.broadcast_object_list(folder)
+        yield folder[0]
+        barrier()
+
+
 def rows(device: str, place: Place, cases: Sequence[Case], asked: Asked) -> Iterator[record.Row]:
     torch._dynamo.config.recompile_limit = 256
     found, layers = list[record.Row](), asked.of(LAYERS)
     place.say(f"seed {asked.of(SEED)}")
     for case in cases:
-        folder: list[str] = [tempfile.mkdtemp(prefix="unseen-shapes-")] if place.rank == 0 else [""]
-        dist.broadcast_object_list(folder)
-        with torch.no_grad():
+        with shared_folder(place) as folder, torch.no_grad():
             model = made(place, case, layers, SPANS[device].head_dim)
-            row = row_of(place, case, layers, measure(place, model, case, folder[0], asked.of(BUDGET)))
+            row = row_of(place, case, layers, measure(place, model, case, folder, asked.of(BUDGET)))
         del model
         found.append(row)
         yield row

@@ -20,8 +20,7 @@ def free_port() -> int:
     """Returns a TCP port that nobody listens on, that the system gives to no outgoing connection or unnamed listener,
     and that no other process gets from this function meanwhile.
 
-    A port that was bound, closed and only then passed on can be anyone's when its user comes: with some test processes
-    at work one in some ten thousand was.
+    A port that was bound, closed and only then passed on can be anyone's when its user comes.
     """
     low, high = chosen_from(EPHEMERAL.read_text())
     for _ in range(1_000):

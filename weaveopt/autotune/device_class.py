@@ -29,7 +29,7 @@ def device_class(device: str, ranks_per_host: int) -> dict[str, str]:
 
 def _cpu() -> dict[str, str]:
     return {
-        "processor": _cpu_name(),
+        "processor": processor_name(),
         "cores": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),
         "vector_units": torch.backends.cpu.get_cpu_capability(),
@@ -39,7 +39,8 @@ def _cpu() -> dict[str, str]:
 
 
 @functools.cache
-def _cpu_name() -> str:
+def processor_name() -> str:
+    """Model of the host's processor, as the system names it."""
     names = re.search(r"^model name\s*:\s*(.+)$", _text(_CPUINFO), re.MULTILINE)
     return names[1] if names else platform.processor() or platform.machine()
 

@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 SCALE = 0.1
 """Scale of the random numbers: sums of many of them stay small."""
 CPU_COLD_BYTES, GPU_COLD_BYTES = 96 << 20, 160 << 20
-"""More than caches hold: 105 MB is the largest last-level cache of a CPU core's share, 126 MB that of a GPU."""
+"""Bytes of operands that take turns, so that few of them are found in the last-level cache."""
 MOST_TURNS = 64
 _BLOCK = 1 << 20
 """Random numbers that are drawn; larger operands repeat them, as drawing takes longer than the kernels."""

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from weaveopt.autotune.rank_agreement import SPREADS
 from weaveopt.cost_model.timed import KernelShape, KernelTime
 from weaveopt.errors import AgreementError
 from weaveopt.fabrics.topology import Group, RecordExchange, Topology
@@ -18,8 +19,6 @@ from weaveopt.fabrics.topology import Group, RecordExchange, Topology
 WHAT = "times of local kernels (option tune_budget_s)"
 LONGEST_WAIT_S = 60.0
 """For a peer that is still tracing; beyond it the profile decides."""
-_SPREADS = 2
-"""Whoever shares a group with a rank hears of it at once, and who shares one with those in the second round."""
 _gave_up: set[tuple[str, tuple[int, ...]]] = set()
 _num_graphs: dict[tuple[str, tuple[int, ...]], int] = {}
 
@@ -63,7 +62,7 @@ class KernelExchange:
         if _gave_up.intersection(self._keys):
             raise NoAgreementError("ranks of the group did not come to an earlier exchange")
         known, missing = {each.shape: each for each in times}, num_missing
-        for _ in range(_SPREADS if len(self._channels) > 1 else 1):
+        for _ in range(SPREADS if len(self._channels) > 1 else 1):
             for channel, key in zip(self._channels, self._keys, strict=True):
                 payload: dict[str, str | int] = {"times": json.dumps(_rows(known)), "missing": missing}
                 try:

@@ -32,6 +32,11 @@ def default_folder() -> Path:
     return (Path(base) if base else Path("~").expanduser() / ".cache") / "weaveopt"
 
 
+def folder_of(named: str | None) -> Path:
+    """The folder of that name (option `tune_cache`), else the user's."""
+    return Path(named).expanduser() if named else default_folder()
+
+
 @dataclass(frozen=True, order=True)
 class LeftKernel:
     """A kernel that was left to the profile under a budget: only with a larger one is it tried again."""

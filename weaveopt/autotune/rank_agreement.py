@@ -18,7 +18,7 @@ from weaveopt.fabrics import topology
 from weaveopt.measure.clock import Sample
 
 WHAT = "candidates to time (option verify)"
-_SPREADS = 2
+SPREADS = 2
 """Whoever shares a group with a rank hears of it at once, and who shares one with those in the second round."""
 
 
@@ -33,7 +33,7 @@ class RankAgreement:
     def most(self, values: Sequence[float]) -> list[float]:
         """Maximum of each value over all ranks. Raises `AgreementError` if a rank does not take part."""
         found = list(values)
-        for _ in range(_SPREADS):
+        for _ in range(SPREADS):
             for group in self.groups:
                 found = _largest(group, found, self.timeout_s)
         return found

@@ -11,14 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from weaveopt.autotune.asked_kernels import AskedKernel, AskedPrices
 from weaveopt.autotune.device_class import device_class
 from weaveopt.autotune.kernel_exchange import KernelExchange, NoAgreementError
-from weaveopt.autotune.kernel_store import KernelStore, LeftKernel, default_folder
+from weaveopt.autotune.kernel_store import KernelStore, LeftKernel, folder_of
 from weaveopt.autotune.kernel_timing import KernelTimings, time_kernels
 from weaveopt.config import LONGEST_S
 from weaveopt.cost_model.gemm import was_measured
@@ -32,7 +31,7 @@ from weaveopt.rule import CapturedGraph, Context, FoundSite, RuleSet
 from weaveopt.wording import counted
 
 SECONDS_A_NODE = 0.0025
-"""Share of the budget that a node of the graph brings: a tenth of what Inductor takes to compile it, at least."""
+"""Share of the budget that a node of the graph brings, so that small graphs do not wait for it."""
 
 _WEIGHING = 0.3
 """Largest share of the budget for finding out which kernels matter."""
@@ -70,18 +69,12 @@ def tune(
     if sites is not None and not sites and not captured.groups:
         return NOT_TUNED  # no choice rests on anything
     per_host = max((each.world // each.num_hosts for each in topologies), default=1)
-    store = KernelStore(folder_of(context), device_class(device, per_host))
+    store = KernelStore(folder_of(context.config.tune_cache), device_class(device, per_host))
     tuning = _Tuning(captured, sites, rules, context, store, torch.device(device))
     try:
         return tuning.run(KernelExchange(topologies, context.config.compile_timeout_s))
     except NoAgreementError as error:
         return Tuned(line=f"no kernel was timed: {error}")
-
-
-def folder_of(context: Context) -> Path:
-    """The folder of the option `tune_cache`, else the user's."""
-    named = context.config.tune_cache
-    return default_folder() if named is None else Path(named).expanduser()
 
 
 def _against(captured: CapturedGraph, context: Context, device: str) -> str | None:

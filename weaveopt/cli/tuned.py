@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from weaveopt.autotune import kernel_store
 from weaveopt.config import variable
@@ -17,8 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(cache: str | None, wipe: bool) -> int:
     """List the stored times, a line each device and set of versions, or wipe them. Raises `OSError`."""
-    named = cache or variable("WEAVE_TUNE_CACHE")
-    folder = Path(named).expanduser() if named else kernel_store.default_folder()
+    folder = kernel_store.folder_of(cache or variable("WEAVE_TUNE_CACHE"))
     if wipe:
         print(f"{folder}: {counted(kernel_store.wipe(folder), 'file')} deleted")
         return 0
