@@ -198,10 +198,12 @@ def _measure(asked: CalibrateArguments, device: torch.device, base: Machine | No
 
     rank, world = dist.get_rank(), dist.get_world_size()
     where = topology.discover(str(dist.distributed_c10d._get_default_group().group_name), GROUP_TIMEOUT_S)
-    if where.num_hosts > 1 and asked.only:
-        raise OptionError(f"--only: between {counted(where.num_hosts, 'host')} all is measured that there is")
-    if where.num_hosts > 1:
-        _refuse_hosts(base, where.num_hosts)
+    try:
+        _check_hosts(base, asked.only, where.num_hosts)
+    except OptionError:
+        # Rank 0 may have the store, from which others still read what was discovered.
+        topology.exchange(where.group.name, GROUP_TIMEOUT_S).settle()
+        raise
     started = time.monotonic()
     name = asked.name or asked.output.stem
     before = base or (cost_model.load(name) if name in cost_model.names() else None)
@@ -232,9 +234,11 @@ def _measure(asked: CalibrateArguments, device: torch.device, base: Machine | No
         sys.stdout.write(f"{asked.output}: {ranks} measured in {time.monotonic() - started:.0f} s{said}\n")
 
 
-def _refuse_hosts(base: Machine | None, num_hosts: int) -> None:
+def _check_hosts(base: Machine | None, only: Sequence[str], num_hosts: int) -> None:
     """Raise `OptionError` if ranks of several hosts cannot be measured."""
-    if base is None:
+    if num_hosts > 1 and only:
+        raise OptionError(f"--only: between {counted(num_hosts, 'host')} all is measured that there is")
+    if num_hosts > 1 and base is None:
         raise OptionError(
             f"these ranks are on {counted(num_hosts, 'host')}: what is measured is what joins them, for a profile of "
             "one host: calibrate on one host first, then here with --base FILE"
