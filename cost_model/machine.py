@@ -265,6 +265,8 @@ class Contention:
     rows: tuple[ContentionRow, ...]
     library_ctas: int = 0
     """CTAs that the library's collectives take: NCCL's channels. 0: not known."""
+    between_hosts: bool = False
+    """True: measured with the library's collectives between hosts, and unknown for those within one."""
     copies: CopyContention | None = None
 
 

@@ -72,9 +72,13 @@ def measured_contention(machine: Machine) -> Contention:
     return between
 
 
-def library_ctas(machine: Machine) -> int:
-    """CTAs that the library's collectives take on this machine; 0 where its profile does not say."""
-    return 0 if machine.contention is None else machine.contention.library_ctas
+def library_ctas(machine: Machine, hosts: int) -> int:
+    """CTAs that the library's collectives take on this machine, in a group on so many hosts; 0: not known.
+
+    Contention of CPU ranks is measured between hosts: within a host the exchange is work of the same cores.
+    """
+    found = machine.contention
+    return 0 if found is None or (found.between_hosts and hosts == 1) else found.library_ctas
 
 
 @dataclass

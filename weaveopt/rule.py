@@ -8,7 +8,7 @@ optional hooks: `SettlesSites`, `RelatesSites` and `HooksInductor`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -70,11 +70,27 @@ class CapturedGraph:
 
 
 @dataclass(frozen=True)
+class GraphWork:
+    """Work that a decided graph does at a node, for rules that judge a variant before they build it."""
+
+    node: fx.Node
+    stream: Stream
+    us_at: Callable[[float], float]
+    """Microseconds at a share of the graph's tokens."""
+    ctas: int = 0
+    """CTAs that it takes, of a collective; 0: not known."""
+
+
+@dataclass(frozen=True)
 class Exposure:
     """Communication of a decided graph that no computation hides."""
 
     by_group: Mapping[str, float]
     """Microseconds by process group."""
+    total_us: float | None = None
+    """Predicted time of the whole graph; None where not all of it could be priced."""
+    work: tuple[GraphWork, ...] = ()
+    """All that the graph runs, in its order: collectives as the library's, other rewritten sites as decided."""
 
     @property
     def us(self) -> float:

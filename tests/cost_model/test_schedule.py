@@ -137,13 +137,23 @@ def test_contention_is_that_of_the_row_nearest_to_the_ctas() -> None:
 def test_the_library_contends_as_its_ctas_do() -> None:
     measured, unmeasured = cost_model.load("h200x4"), cost_model.load("h100x8")
     assert measured.contention is not None
-    assert (library_ctas(measured), library_ctas(unmeasured)) == (24, 0)
+    assert (library_ctas(measured, 1), library_ctas(unmeasured, 1)) == (24, 0)
     by_ctas = {row.ctas: row for row in measured.contention.rows}
-    exchange = Task(1.0, COMMUNICATION, ctas=library_ctas(measured))
+    exchange = Task(1.0, COMMUNICATION, ctas=library_ctas(measured, 1))
     found = measured_contention(measured)(Task(1.0), exchange)
     assert found == (by_ctas[32].gemm, by_ctas[32].communication)
     assert measured_contention(unmeasured)(Task(1.0), exchange) is None
     assert measured_contention(measured)(Task(1.0), Task(1.0, COPIES)) is None
+
+
+def test_cpu_ranks_contend_as_measured_between_hosts_alone() -> None:
+    """Within a host the exchange is work of the cores that compute."""
+    row = ContentionRow(1, 1.1, 1.2)
+    machine = replace(cost_model.load("cpu"), contention=Contention("between", (row,), 1, between_hosts=True))
+    between = measured_contention(machine)
+    assert [library_ctas(machine, hosts) for hosts in (1, 2, 3)] == [0, 1, 1]
+    assert between(Task(1.0), Task(1.0, COMMUNICATION, ctas=library_ctas(machine, 2))) == (1.1, 1.2)
+    assert between(Task(1.0), Task(1.0, COMMUNICATION, ctas=library_ctas(machine, 1))) is None
 
 
 def test_contention_that_nobody_measured_is_a_lower_and_an_upper_bound() -> None:

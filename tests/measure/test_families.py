@@ -25,6 +25,7 @@ from weaveopt.measure.cases.gemm_comm.reduce_scatter_norm import NormedTiles
 from weaveopt.measure.cases.gemm_comm.reduce_scatter_norm import cases as norm_cases
 from weaveopt.measure.cases.gemm_fit import Grid
 from weaveopt.measure.cases.launch import Launches
+from weaveopt.measure.cases.library_contention import LibraryContention
 from weaveopt.measure.cases.memory import MemoryKernels
 from weaveopt.measure.cases.reduction.contention import StreamContention
 from weaveopt.measure.cases.reduction.peer import BULK_BYTES, PeerKernels, kernels
@@ -37,6 +38,7 @@ from weaveopt.ops.gemm_comm.all_gather.call import ALL_GATHER
 from weaveopt.ops.gemm_comm.reduce_scatter.call import REDUCE_SCATTER, REDUCE_SCATTER_NORM
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
+from weaveopt.records.task import Stream, Task
 
 GRID = Grid((1, 64, 1024), (512, 2048), (512, 2048))
 
@@ -147,6 +149,18 @@ def test_what_is_measured_between_gpus_tells_its_range() -> None:
     assert (machine.contention.rows, machine.contention.library_ctas) == ((ContentionRow(8, 1.1, 1.2),), 24)
     assert machine.copy_engine is not None
     assert machine.copy_engine.contended_bytes_per_s == machine.copy_engine.bytes_per_s == 4e11
+
+
+def test_contention_with_the_library_is_the_row_of_its_ctas() -> None:
+    """It joins the rows of the fused exchange, and stands alone where GPUs have no peer access."""
+    library, fused = ContentionRow(24, 1.2, 1.05), ContentionRow(32, 1.8, 1.3)
+    both, alone = written(StreamContention([fused]), LibraryContention(library)), written(LibraryContention(library))
+    assert both.contention is not None and both.contention.rows == (library, fused)
+    assert alone.contention is not None and alone.contention.rows == (library,)
+    for machine in (both, alone):
+        exchange = Task(1.0, Stream.COMMUNICATION, ctas=cost_model.library_ctas(machine, hosts=2))
+        assert cost_model.measured_contention(machine)(Task(1.0), exchange) == (1.2, 1.05)
+    assert written(LibraryContention()).contention is None, "a quick run measures none"
 
 
 def test_gemms_that_overlap_an_exchange_are_curves_by_depth(tmp_path: Path) -> None:

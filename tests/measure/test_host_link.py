@@ -11,7 +11,7 @@ import torch
 from tests.graphs.nonempty import some
 from weaveopt import cost_model
 from weaveopt.cost_model.collectives import fabric_costs
-from weaveopt.cost_model.machine import Link
+from weaveopt.cost_model.machine import ContentionRow, Link
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics.topology import Group, Topology
 from weaveopt.measure.cases.between_hosts import (
@@ -23,6 +23,7 @@ from weaveopt.measure.cases.between_hosts import (
     host_ranks,
     shows_bytes,
 )
+from weaveopt.measure.cases.hosts_contention import HostContention
 from weaveopt.measure.clock import Sample
 from weaveopt.measure.fit import relative_line
 from weaveopt.records.candidate import Fabric
@@ -53,6 +54,7 @@ def measured(link: Link, hosts: int = 2, ranks: int = 2, library: Link = GLOO) -
         bursts=[(count, Sample(1.0 + count * link.overhead_us, 0.02)) for count in BURSTS],
         exchanges=[(size, Sample(90.0 + ranks * link.us(size), 0.02)) for size in EXCHANGE_BYTES],
         reduced=[(size, Sample(reduced_us(size), 0.05)) for size in REDUCED_BYTES],
+        contention=HostContention(1.08, 1.21, Sample(9000.0, 0.03)),
     )
 
 
@@ -91,12 +93,15 @@ def test_only_the_link_is_renewed(tmp_path: Path) -> None:
     assert origins["between"].host.startswith("2 hosts of ") and origins["between"].spread == pytest.approx(0.02)
     assert not any("assumed" in each.note for name, each in machine.origins if name.startswith("between"))
     assert fabric_costs(machine, Fabric.LIBRARY).inter_host is not None
+    assert origins["between.contention"].spread == pytest.approx(0.03)
+    assert machine.contention is not None and machine.contention.rows == (ContentionRow(1, 1.08, 1.21),)
     kept = replace(
         machine,
         name=before.name,
         origins=before.origins,
         inter_host=before.inter_host,
         fabric_costs=before.fabric_costs,
+        contention=before.contention,
     )
     assert kept == before
     path = tmp_path / "here.json"

@@ -78,6 +78,11 @@ class KernelContext:
         shared = 1.0 if kind == COLLECTIVE else self.oversubscription
         return us * shared + cost_model.host_us(self.machine) * self.oversubscription
 
+    def library_ctas(self, kernel: GraphKernel) -> int:
+        """CTAs that a collective of the library takes; 0: not known."""
+        hosts = kernel.work.hosts if isinstance(kernel.work, CollectiveCall) else 1
+        return cost_model.library_ctas(self.machine, hosts)
+
     def estimate(self, kernels: Sequence[GraphKernel], ratio: float = 1.0) -> Estimate:
         """The kernels one after the other: a term for each name, in the order of the graph."""
         terms = (Term(self.name_of(kernel, ratio), self.us(kernel, ratio)) for kernel in kernels)
@@ -90,9 +95,16 @@ class KernelContext:
 
 
 def outside(
-    graph: fx.Graph, sites: Sequence[frozenset[fx.Node]], device: str, topologies: Mapping[str, Topology]
+    graph: fx.Graph,
+    sites: Sequence[frozenset[fx.Node]],
+    device: str,
+    topologies: Mapping[str, Topology],
+    tokens: int,
 ) -> tuple[GraphKernel, ...]:
-    """Every kernel that `graph`, not rewritten yet, runs outside these sets of nodes, in the order of the graph."""
+    """Every kernel that `graph`, not rewritten yet, runs outside these sets of nodes, in the order of the graph.
+
+    `tokens` as in `within`.
+    """
     order = {node: index for index, node in enumerate(graph.nodes)}
     site_of: dict[fx.Node, int] = {}
     for number, nodes in enumerate(sites):
@@ -109,7 +121,7 @@ def outside(
         elif index not in entered:
             entered.add(index)
             _enter(lowering, sites[index], order)
-    return _kernels(lowering, order, topologies, site_of.keys(), tokens=0)
+    return _kernels(lowering, order, topologies, site_of.keys(), tokens)
 
 
 def within(

@@ -127,13 +127,21 @@ def renew(today: Machine, base: Machine) -> Renewed:
     return Renewed(merged, tuple(kept))
 
 
-def with_link(base: Machine, name: str, link: Link, library: Link, origins: Mapping[str, Origin]) -> Machine:
-    """`base` under `name`, with the link between hosts and what the library makes of it; all else as it was."""
+def with_link(
+    base: Machine,
+    name: str,
+    link: Link,
+    library: Link,
+    contention: Contention | None,
+    origins: Mapping[str, Origin],
+) -> Machine:
+    """`base` under `name`, with the link between hosts, the library's use of it, and contention of computation with the
+    library's exchanges, if that was measured; all else as it was."""
     base = _with_distinct_names(base, origins)
     fabrics = tuple(
         replace(costs, inter_host=library) if costs.fabric is Fabric.LIBRARY else costs for costs in base.fabric_costs
     )
-    merged = replace(base, name=name, inter_host=link, fabric_costs=fabrics)
+    merged = replace(base, name=name, inter_host=link, fabric_costs=fabrics, contention=contention or base.contention)
     known = dict(base.origins) | dict(origins)
     merged = replace(merged, origins=tuple((each, known[each]) for each in sorted(_named(merged))))
     check(f"{name} (the link between hosts renewed)", merged)

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import torch.fx as fx
 
-from weaveopt.cost_model import library_ctas, measured_contention, schedule
+from weaveopt.cost_model import measured_contention, schedule
 from weaveopt.inductor.calls import COLLECTIVE
 from weaveopt.inductor.kernels import GraphKernel, KernelContext, outside
 from weaveopt.pipeline.problem import Problem, ProblemTemplate
@@ -123,7 +123,7 @@ class PricedGraph:
         us = self.surroundings.us(kernel, self.ratio)
         if kernel.kind != COLLECTIVE:
             return Placed(self.order[kernel.node], (Task(us, name=kernel.name),))
-        ctas = library_ctas(self.surroundings.machine)
+        ctas = self.surroundings.library_ctas(kernel)
         users = [user for user in kernel.node.users if user in self.order]
         reader = min(users, key=self.order.__getitem__).name if users else self.captured.graph.output_node().name
         task = Task(us, Stream.COMMUNICATION, name=kernel.name, ctas=ctas, ends_before=reader)
@@ -153,7 +153,7 @@ def price(captured: CapturedGraph, frame: ProblemTemplate, problem: Problem, con
     kernels: tuple[GraphKernel, ...] | WorkFailure
     try:
         sites = [found.nodes for found in frame.sites]
-        kernels = outside(captured.graph, sites, context.machine.device, context.topologies)
+        kernels = outside(captured.graph, sites, context.machine.device, context.topologies, captured.tokens)
     except Exception as error:  # a graph of a form never seen: what it runs outside its sites is not known
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         kernels = WorkFailure(type(error).__name__, first)

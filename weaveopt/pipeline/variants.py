@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from weaveopt.graph.facts import group_of
 from weaveopt.inductor.calls import COLLECTIVE
 from weaveopt.pipeline.decide import DecidedGraph
-from weaveopt.rule import CapturedGraph, Context, Exposure, RuleSet
+from weaveopt.records.task import Stream
+from weaveopt.rule import CapturedGraph, Context, Exposure, GraphWork, RuleSet
 
 
 def variants(decided: DecidedGraph, rules: RuleSet, context: Context) -> tuple[CapturedGraph, ...]:
@@ -54,4 +58,22 @@ def exposure(decided: DecidedGraph) -> Exposure:
     share = timeline.exposed_us / total_us if timeline is not None and total_us else 1.0
     for group, us in library.items():
         found[group] = found.get(group, 0.0) + us * min(share, 1.0)
-    return Exposure(found)
+    return Exposure(found, None if timeline is None else timeline.us, tuple(_work(decided)))
+
+
+def _work(decided: DecidedGraph) -> Iterator[GraphWork]:
+    """All that the graph runs where its collectives are the library's and its other sites as decided."""
+    priced = decided.priced
+    surroundings = priced.surroundings
+    local = [each.rewritten and not each.site.groups for each in decided.decisions]
+    found = []
+    for kernel in priced.library_kernels(tuple(local)):
+        is_collective = kernel.kind == COLLECTIVE
+        stream = Stream.COMMUNICATION if is_collective else Stream.COMPUTE
+        ctas = surroundings.library_ctas(kernel) if is_collective else 0
+        found.append(GraphWork(kernel.node, stream, partial(surroundings.us, kernel), ctas))
+    for index, each in enumerate(decided.decisions):
+        if local[index] and each.chosen.estimate is not None:
+            last = max(priced.problem.sites[index].found.nodes, key=priced.order.__getitem__)
+            found.append(GraphWork(last, Stream.COMPUTE, partial(operator.mul, each.chosen.estimate.us)))
+    yield from sorted(found, key=lambda work: priced.order[work.node])

@@ -18,6 +18,7 @@ from weaveopt.measure.cases.gemm_comm.all_reduce import TileKernels
 from weaveopt.measure.cases.gemm_comm.reduce_scatter import ReduceScatters, ScatteredTiles
 from weaveopt.measure.cases.gemm_comm.reduce_scatter_norm import NormedTiles
 from weaveopt.measure.cases.launch import Launches
+from weaveopt.measure.cases.library_contention import LibraryContention
 from weaveopt.measure.cases.memory import MemoryKernels
 from weaveopt.measure.cases.reduction.contention import StreamContention
 from weaveopt.measure.cases.reduction.gpu_hosts import GpuHosts
@@ -41,6 +42,7 @@ FAMILIES: tuple[type[Family], ...] = (
     ReduceScatters,
     AllGathers,
     StreamContention,
+    LibraryContention,
     Copies,
     TileKernels,
     ScatteredTiles,

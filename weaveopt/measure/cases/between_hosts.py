@@ -27,7 +27,9 @@ from weaveopt.fabrics import topology as topologies
 from weaveopt.fabrics.hosts import ranks_by_host
 from weaveopt.fabrics.topology import Topology
 from weaveopt.measure import base, draft, fit
+from weaveopt.measure.cases import hosts_contention
 from weaveopt.measure.cases.collectives import collective
+from weaveopt.measure.cases.hosts_contention import HostContention
 from weaveopt.measure.clock import Launch, Sample, barrier, sample_of
 from weaveopt.measure.ranks import subgroup
 from weaveopt.measure.session import CalibrationSession, Rows
@@ -85,6 +87,8 @@ class HostLink:
     """(bytes, time in which every rank of a host has sent and received them)."""
     reduced: Rows = field(default_factory=list)
     """(bytes, time of the library's all-reduce among all ranks)."""
+    contention: HostContention | None = None
+    """Computation while the library's all-reduce is in flight."""
 
     def measure(self, session: CalibrationSession, topology: Topology) -> None:
         """Every rank calls it."""
@@ -116,6 +120,8 @@ class HostLink:
             REDUCED_BYTES,
             lambda n: collective(everyone, "all_reduce", n),
         )
+        self.contention = HostContention()
+        self.contention.measure(session)
 
     def link(self) -> Link:
         """α, β and o of the link: `α + 2 o + bytes / β` a message, `G bytes / β` where all `G` ranks send at once.
@@ -180,7 +186,13 @@ class HostLink:
             ORIGIN: Origin(MEASURED, today, where, what, _spread(samples)),
             LIBRARY_ORIGIN: Origin(MEASURED, today, where, library, _spread([sample for _, sample in self.reduced])),
         }
-        return base.with_link(before, name, self.link(), self.library(before), origins)
+        found = None
+        if self.contention is not None:
+            found = self.contention.contention()
+            computed = f"GEMMs while Gloo's all-reduce among all ranks is in flight; {said}"
+            spread = _spread([self.contention.exchange])
+            origins[hosts_contention.ORIGIN] = Origin(MEASURED, today, where, computed, spread)
+        return base.with_link(before, name, self.link(), self.library(before), found, origins)
 
 
 def _spread(samples: Sequence[Sample]) -> float:
