@@ -14,6 +14,7 @@ from weaveopt.records.memory import Lifetime, PlacedBuffer
 from weaveopt.records.report import ChoiceRange, Decision, MachineSummary, Report, Sensitivity, Variant, WorkFailure
 from weaveopt.reporting import memory, parts, reasons, timeline, why
 from weaveopt.reporting import text as render
+from weaveopt.reporting.headline import headline
 
 GOLDEN = Path(__file__).parent / "golden"
 RULE = "all_reduce_rms_norm"
@@ -170,6 +171,19 @@ def test_variants_are_told_where_there_are_several(report: Report) -> None:
     lines = render.text(replace(report, graphs=(replace(graph, variants=several),))).splitlines()
     assert "variant captured: 9,000.0 -> 4,000.0 us; runs" in lines
     assert f"variant halves (split): 8,000.0 -> 3,990.0 us; no_saving: {slower.message}" in lines
+
+
+def test_headline_of_a_variant_that_runs_is_its_timeline(report: Report) -> None:
+    """Sites of a variant overlap, which a sum over them does not see."""
+    graph = report.graphs[0]
+    several = (Variant("captured", "", 9000.0, 8000.0), Variant("halves", "split", 9500.0, 4500.0, exposed_us=450.0))
+    summed, captured = headline(graph), headline(replace(graph, variants=several))
+    assert captured == summed, "the captured graph runs"
+    found = headline(replace(graph, variants=several, variant="halves"))
+    once_us = sum(timeline.times_of(block, fused=False).us for block in timeline.blocks(graph))
+    assert found.counting == found.chosen and found.chosen.us == pytest.approx(4500.0 * summed.before.us / once_us)
+    assert found.chosen.exposed_us == pytest.approx(found.chosen.us / 10)
+    assert found.before.us / found.chosen.us == pytest.approx(2.0)
 
 
 def test_layers_of_a_kind_are_one_row_with_their_places_added_up(report: Report) -> None:

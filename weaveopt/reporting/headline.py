@@ -54,11 +54,14 @@ def headline(graph: GraphReport) -> Headline:
     for block in blocks(graph):
         fused = isinstance(block, OutsideWork) or standing(block) is Standing.COUNTS
         counting += times_of(block, fused) * count_of(block)
+    after = total(graph, fused=True)
+    if any(each.name == graph.variant for each in graph.variants[1:]):
+        counting = after  # a timeline: what a site adds to it is not known
     unrun = [decision.chosen for decision, found in standings if found is Standing.NEVER_RAN]
     return Headline(
         before=total(graph, fused=False),
         counting=counting,
-        chosen=total(graph, fused=True),
+        chosen=after,
         never_ran=tuple(dict.fromkeys(f"{each.fabric.value} {kernel_of(each)}" for each in unrun)),
         num_within_error=sum(decision.site.count for decision in doubtful),
         relative_error=max((_relative_error(decision) for decision in doubtful), default=0.0),

@@ -37,7 +37,7 @@ class Times:
     def __add__(self, other: Times) -> Times:
         return Times(self.us + other.us, self.exposed_us + other.exposed_us)
 
-    def __mul__(self, times: int) -> Times:
+    def __mul__(self, times: float) -> Times:
         return Times(times * self.us, times * self.exposed_us)
 
 
@@ -110,8 +110,22 @@ def times_of(block: Block, fused: bool) -> Times:
 
 
 def total(graph: GraphReport, fused: bool) -> Times:
-    """Sum over all blocks, each multiplied by the places of the model that it stands for."""
-    return sum((times_of(block, fused) * count_of(block) for block in blocks(graph)), Times())
+    """Sum over all blocks, each multiplied by the places of the model that it stands for.
+
+    Where a variant of the graph runs, whose work overlaps between sites: the time of the captured graph before, and of
+    the variant's timeline after, each multiplied by the share of the model that was captured.
+    """
+    summed = sum((times_of(block, fused) * count_of(block) for block in blocks(graph)), Times())
+    running = next((each for each in graph.variants[1:] if each.name == graph.variant), None)
+    if running is None or running.predicted_us is None or graph.variants[0].baseline_us is None:
+        return summed
+    once_us = sum(times_of(block, fused=False).us for block in blocks(graph))
+    every_us = sum(times_of(block, fused=False).us * count_of(block) for block in blocks(graph))
+    scale = every_us / once_us if once_us else 1.0
+    if fused:
+        return Times(running.predicted_us, running.exposed_us or 0.0) * scale
+    us = graph.variants[0].baseline_us * scale
+    return Times(us, min(summed.exposed_us, us))
 
 
 def unrolled(graph: GraphReport) -> Iterator[tuple[Block, int]]:
