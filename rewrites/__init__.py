@@ -11,6 +11,7 @@ from weaveopt.rewrites.hierarchical_all_reduce import HierarchicalAllReduce
 from weaveopt.rewrites.moe_fused import MoeFused
 from weaveopt.rewrites.moe_sharded import MoeSharded
 from weaveopt.rewrites.shard_norm import ShardNorm
+from weaveopt.rewrites.token_split import TokenSplit
 from weaveopt.rule import GraphRule, RuleSet, SiteRule
 from weaveopt.sites import MATCHERS
 
@@ -25,7 +26,7 @@ SITE_RULES: tuple[SiteRule, ...] = (
     MoeSharded(),
     ShardNorm(),
 )
-GRAPH_RULES: tuple[GraphRule, ...] = ()
+GRAPH_RULES: tuple[GraphRule, ...] = (TokenSplit(),)
 RULES = RuleSet(MATCHERS, SITE_RULES, GRAPH_RULES)
 
 

@@ -39,6 +39,7 @@ FAMILIES = {
     "gemm_reduce_scatter": re.compile(r"gemm_?reduce_?scatter", re.IGNORECASE),
     "moe_sharded": re.compile(r"moe_?sharded", re.IGNORECASE),
     "shard_norm": re.compile(r"(?<![a-z])shard_?norm", re.IGNORECASE),
+    "token_split": re.compile(r"token_?split", re.IGNORECASE),
     "all_reduce_norm": re.compile(r"(?<!gemm_)all_?reduce_?norm", re.IGNORECASE),
     "moe_experts": re.compile(r"moe_?experts", re.IGNORECASE),
 }
@@ -84,6 +85,7 @@ ROOMS = {
         "csrc/experts/sharded/",
     ),
     "shard_norm": ("rewrites/shard_norm/",),
+    "token_split": ("rewrites/token_split/",),
     "all_reduce_norm": (
         "rewrites/all_reduce_rms_norm/",
         "rewrites/hierarchical_all_reduce/",

@@ -1,0 +1,140 @@
+"""Token splits of every family: the graph in parts computes what the captured one does, and exchanges in turns."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weaveopt
+from tests.graphs.models import FAMILIES, VOCABULARY, Family, load, one_layer, save
+from tests.graphs.nonempty import some
+from tests.graphs.split_graphs import WORLD, Compared, call_of, compared
+from tests.ranks import run_ranks
+from tests.ranks.simulated import equal_ranks
+
+KINDS = ("grown", "static", "padded", "last")
+ARCHETYPES = ("llama", "gemma2", "gemma3_text", "mixtral", "deepseek_v3", "gpt_oss-ep")
+"""Families, by id: dense, attention written out with soft caps, sliding windows, a mixture, keys and values of other
+sizes, a mixture sharded by experts with sinks."""
+TWO_LAYERS = ("llama", "gpt_oss-ep")
+"""Families, by id, that are tested with both of their layers: windows and full attention, or what joins layers."""
+WAITS = {
+    ("deepseek_v3", "grown"): "cache_form_not_known",
+    ("deepseek_v3", "static"): "cache_form_not_known",
+    ("gemma2", "padded"): "mask_not_proven",
+    ("gpt_oss-ep", "static"): "cache_form_not_known",
+}
+"""Why a part of the sequence waits for all keys, which is right and hides nothing. DeepSeek caches latents, from which
+it computes keys; a padded query of Gemma 2 that sees no key takes the mean of all values. A window of gpt-oss has its
+mask from a number in the graph and writes where a counter says, and nothing proves them equal."""
+ONE_COLLECTIVE = ("gpt_oss",)
+"""Families, by id, whose graph has only the embedding's all-reduce."""
+
+
+def _compared(family: Family, kind: str, path: Path, parts: tuple[int, ...] = (2,)) -> list[Compared]:
+    family = family if family.id in TWO_LAYERS else one_layer(family)
+    save(family, str(path))
+    with equal_ranks(WORLD):
+        with torch.no_grad():
+            call = call_of(load(family, str(path), WORLD), kind)
+        return compared(call, parts)
+
+
+def _problems(found: list[Compared], family: Family) -> list[str]:
+    """Differences, and dependencies that keep parts from running while others exchange."""
+    problems = [f"{each.axis} in {each.num_parts}: {text}" for each in found for text in each.differences]
+    for each in found:
+        name, order = f"{each.axis} in {each.num_parts}", each.made.order
+        starts = each.made.num_collectives * each.num_parts
+        pairs = sum(min(each.num_parts - 1, starts - 1 - at) for at in range(starts))
+        if len(order.pairs) != pairs:
+            problems.append(f"{name}: {len(order.pairs)} pairs of wait and start, not {pairs}")
+        if each.made.late:
+            problems.append(f"{name}: {each.made.late} wait for a later part: {each.made.joins}")
+        if family.id not in ONE_COLLECTIVE and len(each.sites) != each.num_parts * len(each.before):
+            problems.append(f"{name}: {len(each.sites)} sites of {len(each.before)}")
+        known = [site.site.rejections for site in each.before]
+        problems += [f"{name}: {r.code}" for site in each.sites for r in site.site.rejections if not any(known)]
+    return problems
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.id)
+def test_family_in_parts_computes_the_same(family: Family, tmp_path: Path) -> None:
+    """Cuts by sequence and by batch, of odd lengths, one family of each kind in three parts too; each part has every
+    site."""
+    parts = (2, 3) if family.id in ARCHETYPES else (2,)
+    found = _compared(family, "none", tmp_path, parts)
+    wanted = [(axis, num) for axis in ("sequence", "batch") for num in parts]
+    assert [(each.axis, each.num_parts) for each in found] == wanted
+    assert _problems(found, family) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each.id in ARCHETYPES], ids=lambda family: family.id)
+def test_family_with_caches_and_masks_computes_the_same(family: Family, kind: str, tmp_path: Path) -> None:
+    found = _compared(family, kind, tmp_path)
+    assert [each.axis for each in found] == ["sequence", "batch"]
+    why = WAITS.get((family.id, kind))
+    if why is not None:
+        by_sequence = found.pop(0)
+        assert by_sequence.differences == [] and by_sequence.made.late
+        assert why in {join.code for join in by_sequence.made.joins}
+    assert _problems(found, family) == []
+
+
+def test_causal_masks_of_parts_are_proven(tmp_path: Path) -> None:
+    """The first half has its own keys alone, the second one all of them: both masks are causal."""
+    llama = next(each for each in FAMILIES if each.id == "llama")
+    by_sequence = _compared(llama, "none", tmp_path)[0]
+    masks = [dict(site.site.facts)["mask"] for site in some(by_sequence.sites)]
+    assert masks == ["causal", "causal offset=5"] * 2
+
+
+def test_packed_positions_by_batch(tmp_path: Path) -> None:
+    """Positions that are an input prove no mask: by sequence a half waits for the other one's keys, and is right."""
+    llama = next(each for each in FAMILIES if each.id == "llama")
+    by_sequence, by_batch = _compared(llama, "packed", tmp_path)
+    assert by_sequence.differences == [] and by_batch.differences == []
+    assert {join.code for join in by_sequence.made.joins} == {"mask_not_proven"} and by_sequence.made.late
+    assert not by_batch.made.late
+
+
+def test_symbolic_length(tmp_path: Path) -> None:
+    """The cut is an expression of the length, for every length that the graph serves."""
+    llama = next(each for each in FAMILIES if each.id == "llama")
+    save(llama, str(tmp_path))
+    with equal_ranks(WORLD):
+        with torch.no_grad():
+            call = call_of(load(llama, str(tmp_path), WORLD), "none")
+        by_sequence = compared(call, dynamic=True)[0]
+    assert by_sequence.axis == "sequence" and by_sequence.differences == [] and not by_sequence.made.late
+
+
+def _check_on_ranks(rank: int, family: Family, folder: str) -> list[str]:
+    if rank == 0:
+        save(family, folder)
+    dist.barrier()
+    ids = torch.randint(3, VOCABULARY, (3, 13), generator=torch.Generator().manual_seed(1))
+    model = load(family, folder, dist.get_world_size())
+    generate = partial(model.generate, ids, max_new_tokens=3, do_sample=False, disable_compile=True)  # type: ignore[operator]
+    with torch.no_grad():
+        wanted, tokens = model(input_ids=ids, use_cache=False).logits, generate()
+        model.compile(backend="weave", dynamic=False, options={"force": ["token_split"], "strict": True})
+        got, own_tokens = model(input_ids=ids, use_cache=False).logits, generate()
+    problems = [f"{graph.variant}" for graph in weaveopt.report(model).graphs[:1] if "token_split" not in graph.variant]
+    if not torch.allclose(got, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max())):
+        problems.append(f"logits differ by {(got - wanted).abs().max():.2e}")
+    if not torch.equal(own_tokens, tokens):
+        problems.append(f"tokens {own_tokens.tolist()} in place of {tokens.tolist()}")
+    return problems
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_ranks_compute_as_eager(name: str, tmp_path: Path) -> None:
+    """Forced, through Inductor, on ranks whose weights differ; the order is read back from the code that it wrote."""
+    family = next(each for each in FAMILIES if each.id == name)
+    assert run_ranks(_check_on_ranks, WORLD, family, str(tmp_path), timeout_s=420) == [[]] * WORLD

@@ -1,0 +1,123 @@
+"""Token splits by price: of the link, and of contention that a profile has measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.ranks import run_ranks
+from weaveopt import cost_model
+from weaveopt.cli import model_source
+from weaveopt.cli import preview as previews
+from weaveopt.cli.model_source import CaptureRequest
+from weaveopt.config import Config
+from weaveopt.cost_model import Machine
+from weaveopt.cost_model.machine import Contention, ContentionRow, Link
+from weaveopt.fabrics import topology
+from weaveopt.measure.cases.hosts_contention import HostContention
+from weaveopt.measure.session import CalibrationSession
+from weaveopt.preview import preview
+from weaveopt.records.candidate import Fabric
+from weaveopt.records.report import GraphReport
+
+TOKENS = 512
+MODEL = {
+    "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 2,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 4096, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def machine(gbit: float, contention: float | None) -> Machine:
+    """Hosts of CPU ranks with a link of so many Gbit/s, as `calibrate` describes them."""
+    cpu = cost_model.load("cpu")
+    rate, origin = gbit * 1e9 / 8, cpu.inter_host.origin
+    library = Link(origin, 200.0, 0.9 * rate)
+    measured = None
+    if contention is not None:
+        measured = Contention(origin, (ContentionRow(1, contention, contention),), library_ctas=1, between_hosts=True)
+    return replace(
+        cpu,
+        inter_host=Link(origin, 50.0, rate, cpu.inter_host.overhead_us),
+        fabric_costs=tuple(
+            replace(each, inter_host=library) if each.fabric is Fabric.LIBRARY else each for each in cpu.fabric_costs
+        ),
+        contention=measured,
+    )
+
+
+Explain = Callable[..., GraphReport]
+
+
+@pytest.fixture(scope="module")
+def explained(tmp_path_factory: pytest.TempPathFactory) -> Explain:
+    """The report of a prompt on 2 ranks, without peers."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    request = CaptureRequest(str(folder), tp=2, batch=1, seq=TOKENS, phase="prefill", dtype="float32", nodes=2)
+    source = model_source.load(request.model)
+    plan = previews.plan_layers(source, request)
+
+    def report(where: Machine, hosts: int = 2) -> GraphReport:
+        graphs: list[GraphReport] = []
+        backend = preview(Config(), topology.fake(2, hosts, "cpu"), where, graphs.append)
+        previews.capture(source, request, plan, backend)
+        [found] = graphs
+        return found
+
+    return report
+
+
+def why(graph: GraphReport) -> list[str]:
+    """Codes against the rule's variant."""
+    [variant] = [each for each in graph.variants if each.rule == "token_split"]
+    return [each.code for each in variant.rejections]
+
+
+def test_a_slow_link_splits_tokens(explained: Explain) -> None:
+    """Exchanges take longer than the computation that hides in them; what is left is nearly all exchange."""
+    graph = explained(machine(0.25, 1.1))
+    captured, chosen = graph.variants
+    assert graph.variant == chosen.name == "token_split by sequence" and why(graph) == []
+    assert captured.predicted_us is not None and chosen.predicted_us is not None
+    assert captured.predicted_us / chosen.predicted_us > 1.1
+    assert not [each for each in graph.decisions if each.rewritten and each.chosen.fabric is Fabric.SHM]
+
+
+@pytest.mark.parametrize(
+    ("gbit", "contention", "hosts", "code"),
+    [(0.25, None, 2, "not_measured"), (0.25, 3.0, 2, "no_saving"), (10.0, 1.1, 2, "no_saving"),
+     (100.0, 1.1, 2, "nothing_exposed"), (0.25, 1.1, 1, "nothing_exposed")],
+    ids=["not measured", "contended", "fast link", "faster link", "one host"],
+)  # fmt: skip
+def test_why_the_captured_graph_runs(
+    explained: Explain, gbit: float, contention: float | None, hosts: int, code: str
+) -> None:
+    graph = explained(machine(gbit, contention), hosts)
+    assert graph.variant == "captured" and why(graph) == [code]
+
+
+def test_a_saving_is_judged_by_each_parts_share(explained: Explain) -> None:
+    """GEMMs of half of the tokens are priced as such before a graph is built, and as the graph that is built."""
+    graph = explained(machine(1.0, 1.05))
+    captured, chosen = graph.variants
+    assert graph.variant == chosen.name and chosen.predicted_us is not None and captured.predicted_us is not None
+    assert chosen.predicted_us < 0.94 * captured.predicted_us
+
+
+def _contention(rank: int) -> tuple[float, float, float]:
+    import torch
+
+    found = HostContention()
+    found.measure(CalibrationSession(torch.device("cpu"), lambda *_: None, quick=True))
+    [row] = found.contention().rows
+    return row.gemm, row.communication, found.exchange.us
+
+
+def test_contention_is_measured_alike_on_all_ranks() -> None:
+    """Factors are those of the slowest rank, and never below one."""
+    (gemm, communication, us), other = run_ranks(_contention, 2, timeout_s=120)
+    assert other[:2] == (gemm, communication)
+    assert gemm >= 1.0 and communication >= 1.0 and us > 0.0
