@@ -32,11 +32,12 @@ WITHOUT_SHARDS = "weave_without_attention_shards"
 """Nor `shard_norm`: every rank has all rows at every site."""
 ALONE = "attention_alone"
 WITHOUT_EXPERTS = "weave_without_experts"
+UNSPLIT = "weave_without_token_split"
 REMOVED = "without_collectives"
 """Inductor on the graph without its all-reduces: what all of them cost together."""
 DISABLED: Mapping[str, tuple[str, ...]] = {
     WEAVE: (), WITHOUT: ("causal_attention",), WITHOUT_EXPERTS: ("moe_fused",),
-    WITHOUT_SHARDS: ("causal_attention", "shard_norm"),
+    WITHOUT_SHARDS: ("causal_attention", "shard_norm"), UNSPLIT: ("token_split",),
     ALONE: ("all_reduce_rms_norm", "gemm_all_reduce", "shard_norm", "moe_fused"),
 }  # fmt: skip
 LLAMA_CASES = (*(f"prefill:{n}" for n in (512, 1024, 2048, 4096, 8192)), *(f"decode:{n}" for n in (1, 8, 32)))

@@ -65,6 +65,12 @@ SHAPES = {
         (*(f"prefill:{n}" for n in (512, 1024, 2048, 4096, 8192, 16384)), "decode:1", "decode:8", "decode:64"),
         suites=("attention_layers",),
     ),
+    "llama-8b": Shape(
+        "llama", 8,
+        {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
+        (*(f"prefill:{n}" for n in (512, 1024, 2048, 4096, 8192)), "decode:1", "decode:8", "decode:64"),
+        suites=(),
+    ),
     "qwen3-30b-a3b": Shape(
         "qwen3_moe", 6,
         {
