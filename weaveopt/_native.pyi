@@ -63,7 +63,15 @@ class Status:
 
 class Segment(Buffer):
     @staticmethod
-    def create(data_bytes: int, cookie: int, first_epoch: int, num_segments: int = ..., root: str = ...) -> Segment: ...
+    def create(
+        data_bytes: int,
+        cookie: int,
+        first_epoch: int,
+        num_segments: int = ...,
+        root: str = ...,
+        in_dev_shm: bool = ...,
+        node: int = ...,
+    ) -> Segment: ...
     @staticmethod
     def open(pid: int, fd: int, cookie: int, data_bytes: int) -> Segment: ...
     @property
@@ -249,6 +257,7 @@ class GpuKernel(Enum):
     ll_packet_two_shot = 1
     bulk = 2
     direct = 3
+    posted = 4
     def __int__(self) -> int: ...
 
 class OutKind(Enum):
@@ -302,6 +311,17 @@ class PeerGroup:
     def acknowledge(self) -> None: ...
     def abort(self, code: Code) -> None: ...
     def retire(self) -> None: ...
+
+class HostGroup(PeerGroup):
+    """Segments of every rank, registered for this rank's GPU: their headers are zeros, their buffers filled."""
+
+    def __init__(self, segments: list[Segment], rank: int, device: int) -> None: ...
+
+def why_no_host_memory(device: int) -> str:
+    """Why the GPU cannot use memory of the host that processes share; empty where it can."""
+
+def has_peer_atomics(device: int, peer: int) -> bool:
+    """True if a GPU supports native atomics on the memory of another: over NVLink."""
 
 class SideStream:
     def __init__(self, device: int) -> None: ...

@@ -135,13 +135,14 @@ void bind_fabric(py::module_& m) {
     py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment", py::buffer_protocol())
         .def_static(
             "create",
-            [](std::size_t bytes, uint64_t cookie, uint32_t first_epoch, int32_t num_segments,
-               const std::string& root) {
+            [](std::size_t bytes, uint64_t cookie, uint32_t first_epoch, int32_t num_segments, const std::string& root,
+               bool in_dev_shm, int32_t node) {
                 py::gil_scoped_release release;
-                return std::shared_ptr<Segment>(Segment::create(bytes, cookie, first_epoch, num_segments, root));
+                return std::shared_ptr<Segment>(
+                    Segment::create(bytes, cookie, first_epoch, num_segments, root, in_dev_shm, node));
             },
             py::arg("data_bytes"), py::arg("cookie"), py::arg("first_epoch"), py::arg("num_segments") = 1,
-            py::arg("root") = "")
+            py::arg("root") = "", py::arg("in_dev_shm") = true, py::arg("node") = -1)
         .def_static(
             "open",
             [](int32_t pid, int32_t fd, uint64_t cookie, std::size_t bytes) {

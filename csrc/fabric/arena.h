@@ -96,7 +96,8 @@ constexpr uint32_t kEmptyWord = 0x80000000u;
 struct GroupView {
     char* base[kMaxWorld];   // every rank's arena
     char* multicast;         // all of them at once; nullptr: not mapped
-    ArenaHeader* own;        // of this rank
+    ArenaHeader* own;        // what only this rank's kernels touch: in its arena, or in its GPU's memory, see host.h
+    uint32_t* lost_peer;     // of this rank's arena: ArenaHeader::lost_peer
     Record* record;          // where a kernel that gives up says why
     uint64_t timeout_ns;     // of every wait
     int64_t channel_offset;  // in every arena
@@ -105,6 +106,10 @@ struct GroupView {
 
     WEAVE_HOST_DEVICE Channel* channel(int32_t of) const {
         return reinterpret_cast<Channel*>(base[of] + channel_offset);
+    }
+    // What this rank's kernels keep from call to call.
+    WEAVE_HOST_DEVICE ChannelState* state() const {
+        return &reinterpret_cast<Channel*>(reinterpret_cast<char*>(own) + channel_offset)->state;
     }
     // The rank `step` after this one, around the ring.
     WEAVE_HOST_DEVICE int32_t after(int32_t step) const {

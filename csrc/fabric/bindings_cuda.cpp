@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/bindings.h"
+#include "fabric/host.h"
 #include "fabric/peer.h"
 #include "fabric/side_stream.h"
 
@@ -16,6 +17,7 @@ namespace py = pybind11;
 namespace weave {
 
 using fabric::Fill;
+using fabric::HostGroup;
 using fabric::PeerGroup;
 using fabric::SideStream;
 using fabric::StreamCrossing;
@@ -36,6 +38,19 @@ void bind_fabric_cuda(py::module_& m) {
         .def("acknowledge", &PeerGroup::acknowledge)
         .def("abort", &PeerGroup::abort, py::arg("code"))
         .def("retire", &PeerGroup::retire);
+    py::class_<HostGroup, PeerGroup, std::shared_ptr<HostGroup>>(m, "HostGroup")
+        .def(py::init([](std::vector<std::shared_ptr<fabric::shm::Segment>> segments, int32_t rank, int32_t device) {
+                 for (const auto& segment : segments)
+                     given("a segment", segment);
+                 py::gil_scoped_release release;
+                 return std::make_shared<HostGroup>(std::move(segments), rank, device);
+             }),
+             py::arg("segments"), py::arg("rank"), py::arg("device"));
+    m.def("why_no_host_memory", &fabric::why_no_host_memory, py::arg("device"),
+          py::call_guard<py::gil_scoped_release>(),
+          "Why the GPU cannot use memory of the host that processes share; empty where it can.");
+    m.def("has_peer_atomics", &fabric::has_peer_atomics, py::arg("device"), py::arg("peer"),
+          py::call_guard<py::gil_scoped_release>(), "Whether a GPU supports native atomics on the memory of another.");
     py::class_<SideStream, std::shared_ptr<SideStream>>(m, "SideStream")
         .def(py::init<int32_t>(), py::arg("device"))
         .def_property_readonly("handle",

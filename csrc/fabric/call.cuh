@@ -51,7 +51,7 @@ struct CallState {
 // from memory is better done before.
 template <bool kUsesMailbox>
 __device__ __forceinline__ CallState begin_call(const GroupView& group) {
-    const ChannelState* state = computed_here(&group.channel(group.rank)->state);
+    const ChannelState* state = computed_here(group.state());
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -91,7 +91,7 @@ template <bool kUsesMailbox>
 __device__ __forceinline__ void end_call(const Watch& watch, const CallState& call, int32_t helper) {
     const GroupView& group = watch.group;
     if (helper == group.world) {
-        ChannelState* state = &group.channel(group.rank)->state;
+        ChannelState* state = group.state();
         __threadfence();
         if (atomicAdd(&state->num_arrived, 1u) == gridDim.x - 1) {
             state->num_arrived = 0;

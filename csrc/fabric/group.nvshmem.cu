@@ -111,6 +111,7 @@ GroupView Group::view(int32_t channel, uint64_t timeout_ns) const {
     GroupView view{};
     view.base[0] = base_;
     view.own = reinterpret_cast<ArenaHeader*>(base_);
+    view.lost_peer = &view.own->lost_peer;
     view.record = device_record_;
     view.timeout_ns = timeout_ns;
     view.channel_offset = static_cast<int64_t>(offsetof(ArenaHeader, channel) + channel * sizeof(Channel));

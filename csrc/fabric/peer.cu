@@ -87,6 +87,13 @@ void expect_inside(const Fill& fill, int64_t num_bytes) {
                              " bytes");
 }
 
+// `bases`, if all fills fit.
+std::vector<uint64_t> checked(std::vector<uint64_t> bases, const std::vector<Fill>& fills, int64_t num_bytes) {
+    for (const Fill& fill : fills)
+        expect_inside(fill, num_bytes);
+    return bases;
+}
+
 }  // namespace
 
 const char* error_text(int code) {
@@ -100,14 +107,7 @@ bool has_code(int32_t device) {
 
 PeerGroup::PeerGroup(std::vector<uint64_t> bases, uint64_t multicast, int32_t rank, int32_t device, int64_t num_bytes,
                      const std::vector<Fill>& fills)
-    : bases_(std::move(bases)), multicast_(multicast), rank_(rank), num_bytes_(num_bytes), maker_(getpid()) {
-    if (bases_.empty() || bases_.size() > kMaxWorld || rank < 0 || rank >= world())
-        throw std::runtime_error("rank " + std::to_string(rank) + " of " + std::to_string(bases_.size()) +
-                                 ": a peer group has 1 to " + std::to_string(kMaxWorld) + " ranks");
-    if (num_bytes < static_cast<int64_t>(kHeaderBytes) || bases_[rank] == 0)
-        throw std::runtime_error("an arena of " + std::to_string(num_bytes) + " bytes has no room for its header");
-    for (const Fill& fill : fills)
-        expect_inside(fill, num_bytes);
+    : PeerGroup(checked(std::move(bases), fills, num_bytes), rank, device, num_bytes, nullptr, multicast) {
     const DeviceGuard guard(device);
     char* own = reinterpret_cast<char*>(bases_[rank]);
     check(cudaMemset(own, 0, kHeaderBytes), "cudaMemset");
@@ -117,6 +117,18 @@ PeerGroup::PeerGroup(std::vector<uint64_t> bases, uint64_t multicast, int32_t ra
         check(cudaGetLastError(), "fill");
     }
     check(cudaDeviceSynchronize(), "fill");
+}
+
+PeerGroup::PeerGroup(std::vector<uint64_t> bases, int32_t rank, int32_t device, int64_t num_bytes, ArenaHeader* own,
+                     uint64_t multicast)
+    : bases_(std::move(bases)), multicast_(multicast), rank_(rank), num_bytes_(num_bytes), own_(own), maker_(getpid()) {
+    if (bases_.empty() || bases_.size() > kMaxWorld || rank < 0 || rank >= world())
+        throw std::runtime_error("rank " + std::to_string(rank) + " of " + std::to_string(bases_.size()) +
+                                 ": a peer group has 1 to " + std::to_string(kMaxWorld) + " ranks");
+    if (num_bytes < static_cast<int64_t>(kHeaderBytes) || bases_[rank] == 0)
+        throw std::runtime_error("an arena of " + std::to_string(num_bytes) + " bytes has no room for its header");
+    if (own_ == nullptr) own_ = reinterpret_cast<ArenaHeader*>(bases_[rank]);
+    const DeviceGuard guard(device);
     record_ = mapped(&device_record_);
     const std::lock_guard lock(peers_mutex);
     const PeersOfDevice& of_device = peers_of(device);
@@ -157,7 +169,8 @@ GroupView PeerGroup::view(int32_t channel, uint64_t timeout_ns) const {
     for (int32_t rank = 0; rank < world(); ++rank)
         view.base[rank] = reinterpret_cast<char*>(bases_[rank]);
     view.multicast = reinterpret_cast<char*>(multicast_);
-    view.own = reinterpret_cast<ArenaHeader*>(bases_[rank_]);
+    view.own = own_;
+    view.lost_peer = reinterpret_cast<uint32_t*>(lost_peer_of(rank_));
     view.record = device_record_;
     view.timeout_ns = timeout_ns;
     view.channel_offset = static_cast<int64_t>(offsetof(ArenaHeader, channel) + channel * sizeof(Channel));

@@ -48,6 +48,12 @@ class PeerGroup {
     // Before the arena is given back: peers are no longer signalled that a kernel of this process gave up.
     void retire();
 
+  protected:
+    // The same of arenas that are cleared and filled already. `own`: where the rank keeps what only its kernels touch;
+    // nullptr: in its arena.
+    PeerGroup(std::vector<uint64_t> bases, int32_t rank, int32_t device, int64_t num_bytes, ArenaHeader* own,
+              uint64_t multicast = 0);
+
   private:
     uint64_t lost_peer_of(int32_t peer) const;
 
@@ -55,6 +61,7 @@ class PeerGroup {
     uint64_t multicast_;
     int32_t rank_;
     int64_t num_bytes_;
+    ArenaHeader* own_;
     Record* record_ = nullptr;         // host address
     Record* device_record_ = nullptr;  // the same for kernels
     Peers* peers_ = nullptr;           // of this device: that its kernels signal when they give up

@@ -97,8 +97,24 @@ int allocate(int fd, std::size_t bytes) {
     return posix_fallocate(fd, 0, static_cast<off_t>(bytes));
 }
 
+// Has the pages of a file in memory that nobody has touched yet placed on a memory node. The policy is the file's, so
+// it holds for pages that are allocated without a mapping too. Containers often forbid it; then they are placed where
+// the thread that allocates them runs.
+void prefer_node(int fd, std::size_t bytes, int32_t node) {
+    constexpr int kPreferred = 1;  // MPOL_PREFERRED
+    constexpr int kBits = 8 * sizeof(unsigned long);
+    constexpr int kMostNodes = 1024;
+    if (node < 0 || node >= kMostNodes || ftruncate(fd, static_cast<off_t>(bytes)) != 0) return;
+    void* place = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (place == MAP_FAILED) return;
+    unsigned long nodes[kMostNodes / kBits] = {};
+    nodes[node / kBits] = 1ul << (node % kBits);
+    syscall(SYS_mbind, place, bytes, kPreferred, nodes, kMostNodes + 1, 0);
+    munmap(place, bytes);
+}
+
 // A file in memory, of `bytes`, that has no name, where as many as `num_segments` are made at the same time.
-int make_file(std::size_t bytes, int32_t num_segments, const std::string& root) {
+int make_file(std::size_t bytes, int32_t num_segments, const std::string& root, bool in_dev_shm, int32_t node) {
     const std::string what = "cannot reserve " + std::to_string(bytes) + " bytes of shared memory";
     // memfd has no limit of its own: past the memory there is it would call the OOM killer instead of failing.
     const std::optional<Available> available = available_memory(root);
@@ -106,27 +122,36 @@ int make_file(std::size_t bytes, int32_t num_segments, const std::string& root) 
         throw std::runtime_error(what + " on each of " + std::to_string(num_segments) + " ranks: " +
                                  std::to_string(available->num_bytes) + " are available (" + available->limit + ")");
     }
-    // Never has a name: a process that is killed in between would leave that behind.
-    int fd = open("/dev/shm", O_TMPFILE | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
-    const int error = fd < 0 ? errno : allocate(fd, bytes);
-    if (error == 0) return fd;
-    if (fd >= 0) close(fd);
+    int error = 0;
+    if (in_dev_shm) {
+        // Never has a name: a process that is killed in between would leave that behind.
+        const int fd = open("/dev/shm", O_TMPFILE | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
+        error = fd < 0 ? errno : allocate(fd, bytes);
+        if (error == 0) return fd;
+        if (fd >= 0) close(fd);
+    }
     // Containers often have a /dev/shm of 64 MiB; a memfd counts against their memory instead.
-    fd = memfd_create("weaveopt", MFD_CLOEXEC);
-    int second = fd < 0 || fchmod(fd, 0600) != 0 ? errno : allocate(fd, bytes);
+    const int fd = memfd_create("weaveopt", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    int second = fd < 0 || fchmod(fd, 0600) != 0 ? errno : 0;
+    if (second == 0) {
+        prefer_node(fd, bytes, node);
+        second = allocate(fd, bytes);
+    }
+    // No process can truncate it under the mappings of the others; a system that has no seals makes it all the same.
+    if (second == 0) fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
     if (second == 0) return fd;
     if (fd >= 0) close(fd);
-    fail(what + " in /dev/shm (" + std::strerror(error) + ") or as memfd", second);
+    fail(in_dev_shm ? what + " in /dev/shm (" + std::strerror(error) + ") or as memfd" : what + " as memfd", second);
 }
 
 }  // namespace
 
 Segment* Segment::create(std::size_t data_bytes, uint64_t cookie, uint32_t first_epoch, int32_t num_segments,
-                         const std::string& root) {
+                         const std::string& root, bool in_dev_shm, int32_t node) {
     if (data_bytes > static_cast<std::size_t>(kMostBytes))
         throw std::invalid_argument("cannot reserve " + std::to_string(data_bytes) + " bytes of shared memory");
     const std::size_t bytes = kSegmentHeaderBytes + data_bytes;
-    int fd = make_file(bytes, std::max(num_segments, 1), root);
+    int fd = make_file(bytes, std::max(num_segments, 1), root, in_dev_shm, node);
     void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (base == MAP_FAILED) {
         int error = errno;

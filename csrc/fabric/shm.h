@@ -88,8 +88,10 @@ class Segment {
     // Makes and touches `data_bytes` of fresh shared memory. It has no name from the start, so nothing is left behind
     // when the process dies. Throws std::runtime_error if the host has not that much.
     // `num_segments` of that size are made on this host at the same time; `root` is for available_memory().
+    // `in_dev_shm`: where that has room, else as memfd; if false, always as memfd. `node`: the memory node where its
+    // pages are placed, as far as the system allows it (-1: that of the thread that touches them, which is this one).
     static Segment* create(std::size_t data_bytes, uint64_t cookie, uint32_t first_epoch, int32_t num_segments = 1,
-                           const std::string& root = "");
+                           const std::string& root = "", bool in_dev_shm = true, int32_t node = -1);
     // Maps the segment that process `pid` has open as `fd`. Throws if it is not the one with `cookie`.
     static Segment* open(int32_t pid, int32_t fd, uint64_t cookie, std::size_t data_bytes);
     ~Segment();

@@ -87,13 +87,13 @@ constexpr uint64_t kHostReadsWithinNs = 2'000'000'000;
 
 // Writes why into host memory, signals the peers, waits until the host has read it, and ends the kernel. Does not
 // return. Takes values: a reference would put what it refers to into local memory, and every use of it with that.
-[[noreturn]] static __device__ __noinline__ void report_and_trap(ArenaHeader* header, Record* to, uint64_t own_tag,
-                                                                 Code code, int32_t peer, Slot slot, uint64_t expected,
-                                                                 uint64_t seen, uint64_t peer_tag) {
+[[noreturn]] static __device__ __noinline__ void report_and_trap(ArenaHeader* header, const uint32_t* lost, Record* to,
+                                                                 uint64_t own_tag, Code code, int32_t peer, Slot slot,
+                                                                 uint64_t expected, uint64_t seen, uint64_t peer_tag) {
     volatile Record* record = to;
     const uint64_t begin = nanoseconds();
     if (code == Code::kPeerFailed) {
-        peer = static_cast<int32_t>(*const_cast<volatile uint32_t*>(&header->lost_peer) >> kCodeBits);
+        peer = static_cast<int32_t>(*const_cast<const volatile uint32_t*>(lost) >> kCodeBits);
         while (nanoseconds() - begin < kHearsFirstNs)
             __nanosleep(1000);
     }
@@ -122,7 +122,8 @@ constexpr uint64_t kHostReadsWithinNs = 2'000'000'000;
 // Nothing that the caller holds in registers has to live on after it.
 [[noreturn]] __device__ __forceinline__ void give_up(const Watch& watch, Code code, int32_t peer, Slot slot,
                                                      uint64_t expected, uint64_t seen, uint64_t peer_tag) {
-    report_and_trap(watch.group.own, watch.group.record, watch.tag, code, peer, slot, expected, seen, peer_tag);
+    report_and_trap(watch.group.own, watch.group.lost_peer, watch.group.record, watch.tag, code, peer, slot, expected,
+                    seen, peer_tag);
 }
 
 // When a thread that polls gives up: after the timeout, because the host says so, or because a peer gave up. Looks
@@ -140,7 +141,7 @@ class Deadline {
             return true;
         }
         // In turn: two words in a row would cost registers where data is awaited.
-        const uint32_t* why = (num_polls_ & 0x400) != 0 ? &watch.group.record->abort : &watch.group.own->lost_peer;
+        const uint32_t* why = (num_polls_ & 0x400) != 0 ? &watch.group.record->abort : watch.group.lost_peer;
         const uint32_t word = *const_cast<const volatile uint32_t*>(why);
         code_ = static_cast<Code>(word & kCodeMask);
         return word != 0;

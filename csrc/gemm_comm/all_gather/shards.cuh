@@ -7,7 +7,7 @@ namespace weave::gpu {
 
 // Of a kernel after the one that counted the call. The word is read from memory: it was written a kernel ago.
 __device__ __forceinline__ uint64_t running_call(const fabric::GroupView& group) {
-    return fabric::load_relaxed(&group.channel(group.rank)->state.num_calls);
+    return fabric::load_relaxed(&group.state()->num_calls);
 }
 
 // In `of`'s arena.
