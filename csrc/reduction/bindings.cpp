@@ -98,7 +98,7 @@ void expect_rows(int64_t tokens, int64_t hidden, DType dtype, int32_t world) {
 
 std::vector<fabric::BufferNeed> gpu_buffers(gpu::GpuKernel kernel, int64_t tokens, int64_t hidden, DType dtype,
                                             gpu::OutKind out_kind, int32_t world) {
-    known("kernel", kernel, gpu::GpuKernel::kDirect);
+    known("kernel", kernel, gpu::GpuKernel::kPosted);
     known("out_kind", out_kind, gpu::OutKind::kFp8);
     expect_rows(tokens, hidden, dtype, world);
     return gpu::buffer_needs(kernel, tokens, hidden, dtype, out_kind, world);
@@ -138,7 +138,8 @@ void bind_layout(py::module_& m) {
         .value("ll_packet_one_shot", gpu::GpuKernel::kLLPacketOneShot)
         .value("ll_packet_two_shot", gpu::GpuKernel::kLLPacketTwoShot)
         .value("bulk", gpu::GpuKernel::kBulk)
-        .value("direct", gpu::GpuKernel::kDirect);
+        .value("direct", gpu::GpuKernel::kDirect)
+        .value("posted", gpu::GpuKernel::kPosted);
     py::enum_<gpu::OutKind>(m, "OutKind")
         .value("same", gpu::OutKind::kSame)
         .value("float32", gpu::OutKind::kFloat32)

@@ -94,7 +94,7 @@ class GpuAllReduceNorm {
         call.partial_offset = partial_offset;
         call.row_scale = reinterpret_cast<void*>(row_scale);
         gpu::Launch launch{};
-        launch.kernel = known("kernel", static_cast<gpu::GpuKernel>(kernel), gpu::GpuKernel::kDirect);
+        launch.kernel = known("kernel", static_cast<gpu::GpuKernel>(kernel), gpu::GpuKernel::kPosted);
         within("num_ctas", num_ctas, 0, kMostCount);
         expect_address("partial", partial, call.tokens > 0 && launch.kernel != gpu::GpuKernel::kDirect);
         launch.dtype = dtype_;

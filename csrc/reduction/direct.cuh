@@ -25,6 +25,7 @@
 
 #include "fabric/call.cuh"
 #include "fabric/kernel_code.cuh"
+#include "reduction/block_team.cuh"
 #include "reduction/row.cuh"
 
 namespace weave::gpu {
@@ -36,27 +37,6 @@ using fabric::Watch;
 constexpr int kDirectThreads = 512;
 constexpr int kDirectWarps = kDirectThreads / 32;
 constexpr int kMostDirectVecs = 8;
-
-// The threads of a CTA. Sums are made in one order.
-struct BlockTeam {
-    float (*parts)[kDirectWarps];
-    uint32_t num_reductions = 0;
-
-    template <class Combine>
-    __device__ __forceinline__ float reduce(float value, const Combine& combine) {
-        float* row = parts[num_reductions++ & 1];
-        value = combine(value);
-        if ((threadIdx.x & 31) == 0) row[threadIdx.x >> 5] = value;
-        __syncthreads();
-        return combine((threadIdx.x & 31) < kDirectWarps ? row[threadIdx.x & 31] : 0.0f);
-    }
-    __device__ __forceinline__ float sum(float value) {
-        return reduce(value, [](float part) { return warp_sum(part); });
-    }
-    __device__ __forceinline__ float max(float value) {
-        return reduce(value, [](float part) { return warp_max(part); });
-    }
-};
 
 template <class Fabric, typename T, int kVecs>
 __global__ void __launch_bounds__(kDirectThreads, 1)
@@ -81,7 +61,7 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
     __syncthreads();
 
     const Lanes lanes{static_cast<int>(threadIdx.x), kDirectThreads, call.hidden / E};
-    BlockTeam team{parts};
+    BlockTeam<kDirectWarps> team{parts};
     for (int32_t row = call.begin[call.group.rank] + blockIdx.x; row < call.begin[call.group.rank + 1];
          row += gridDim.x) {
         float x[kVecs][E];

@@ -17,6 +17,8 @@ const char* unsupported(GpuKernel kernel, DType dtype, int64_t hidden, int32_t w
             return bulk_unsupported(dtype, hidden, fp8, device);
         case GpuKernel::kDirect:
             return direct_unsupported(dtype, hidden);
+        case GpuKernel::kPosted:
+            return posted_unsupported(dtype, hidden);
     }
     return "";
 }
@@ -35,6 +37,8 @@ int run(const Call& asked, const Launch& launch) {
             return run_bulk(call, launch);
         case GpuKernel::kDirect:
             return call.group.multicast != nullptr ? run_direct_multimem(call, launch) : run_direct_peer(call, launch);
+        case GpuKernel::kPosted:
+            return run_posted(call, launch);
     }
     return cudaErrorInvalidValue;
 }

@@ -22,6 +22,9 @@ enum class GpuKernel : int32_t {
     // Owners read all ranks' partial rows where they are (reduce_load) and write finished rows everywhere
     // (broadcast_store); two signals. On NVLink multicast the switch sums and copies.
     kDirect = 3,
+    // Two steps of plain stores that only push, with a signal after each unit of rows: for memory of the host, where
+    // they are posted writes.
+    kPosted = 4,
 };
 
 enum class OutKind : int32_t { kSame = 0, kFloat32 = 1, kFp8 = 2 };
@@ -103,6 +106,7 @@ const char* unsupported(GpuKernel kernel, DType dtype, int64_t hidden, int32_t w
 const char* ll_packet_unsupported(DType dtype, int64_t hidden, int32_t device);
 const char* bulk_unsupported(DType dtype, int64_t hidden, bool fp8, int32_t device);
 const char* direct_unsupported(DType dtype, int64_t hidden);
+const char* posted_unsupported(DType dtype, int64_t hidden);
 
 // Enqueues the call. Returns a CUDA error code; 0 is success. Runs nothing for 0 tokens.
 int run(const Call& call, const Launch& launch);
@@ -111,5 +115,6 @@ int run_ll_packet(const Call& call, const Launch& launch);
 int run_bulk(const Call& call, const Launch& launch);
 int run_direct_peer(const Call& call, const Launch& launch);
 int run_direct_multimem(const Call& call, const Launch& launch);
+int run_posted(const Call& call, const Launch& launch);
 
 }  // namespace weave::gpu

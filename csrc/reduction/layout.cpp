@@ -54,6 +54,7 @@ std::vector<fabric::BufferNeed> buffer_needs(GpuKernel kernel, int64_t tokens, i
             return {mailboxes};
         }
         case GpuKernel::kBulk:
+        case GpuKernel::kPosted:
             return {need("staging", staging_bytes(output.row_bytes, share_of(tokens, world), world), true),
                     need("output", output.num_bytes, true)};
         case GpuKernel::kDirect:

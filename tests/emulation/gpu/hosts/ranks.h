@@ -143,6 +143,7 @@ struct World {
     std::vector<Flight> flights;
     uint64_t num_changes = 0, round = 0, num_sent = 0;
     bool is_stuck = false;
+    bool reads_own_only = false;  // a load from another rank's arena is an error
     uint32_t cta_threads;
     std::mt19937 random;
     ucontext_t scheduler;

@@ -14,7 +14,13 @@ using Vec4 = Vec<1>;
 using Vec8 = Vec<2>;
 using Vec16 = Vec<4>;
 
+inline void expect_readable(const void* from) {
+    if (emulated::world->reads_own_only && emulated::is_of_another(from))
+        throw std::runtime_error("a load from another rank's arena");
+}
+
 inline Vec16 load(const void* from) {
+    expect_readable(from);
     Vec16 v;
     memcpy(&v, from, sizeof v);
     return v;
@@ -35,6 +41,7 @@ void store(void* to, const Vec<kWords>& v) {
 
 template <int kWords>
 void load_relaxed(Vec<kWords>& v, const void* from) {
+    expect_readable(from);
     memcpy(&v, from, sizeof v);
 }
 
