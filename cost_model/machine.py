@@ -18,7 +18,7 @@ from weaveopt.records.report import MachineSummary
 from weaveopt.records.skew import UNIFORM, Skew
 
 MEASURED = "measured"
-TRANSFERS = frozenset({"segment", "ll_packet", "bulk", "direct"})
+TRANSFERS = frozenset({"segment", "ll_packet", "bulk", "posted", "direct"})
 """Transfers of rows between ranks: words of variants and of `FabricCosts.transfers`. Families may have others.
 
 Loads from peers' shared segments; LL packets, words that carry their own arrival; bulk copies (TMA) with a signal after
@@ -136,6 +136,8 @@ class FabricCosts:
     """Link between hosts under this fabric; None: the machine's `inter_host` as it is."""
     transfers: tuple[str, ...] = ()
     """Those of `TRANSFERS` that the devices support, if the profile says so; empty: the fabric's usual ones."""
+    link_class: str = ""
+    """Link that the times are of: `nvlink`, `pcie_p2p`, `host` (PCIe through host memory); empty: not recorded."""
 
     def curves_of(self, op: str, variant: str | None = None) -> tuple[Curve, ...]:
         """The curves of an operation within a host; with `variant`, of that one alone."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from weaveopt.cost_model import Machine, host_us
+from weaveopt.cost_model.collectives import fabric_costs
 from weaveopt.fabrics.fabric_eligibility import eligible_fabrics, not_measured
 from weaveopt.fabrics.topology import Topology
 from weaveopt.fabrics.traits import TRAITS
@@ -151,6 +152,10 @@ def candidates(
 def _beyond_times(workload: Workload, fabric: Fabric, machine: Machine) -> Iterator[Rejection]:
     """Rejections of a site that the profile's times do not cover: such kernels are not used where they were
     not timed."""
+    if not TRAITS[fabric].crosses_hosts:
+        if fabric in machine.fabrics and not fabric_costs(machine, fabric).curves_of(OP):
+            yield not_measured(machine, fabric, OP)
+        return
     longest = longest_row_bytes(machine, fabric, workload.world // workload.hosts)
     if not longest:
         yield not_measured(machine, fabric, OP)
@@ -244,7 +249,7 @@ def _division(
     workload = base.workload
     # On `shm` there is no table: a graph of one size has the one algorithm that serves it.
     in_one = workload.is_static and (table[-1].max_tokens >= workload.tokens if table else base.fabric is Fabric.SHM)
-    if base.fabric in (Fabric.PEER, Fabric.SHM) and in_one and algorithm is Algorithm.TWO_SHOT:
+    if base.fabric in (Fabric.PEER, Fabric.HOST, Fabric.SHM) and in_one and algorithm is Algorithm.TWO_SHOT:
         return two_shot_division(base.group, base.fabric, workload)
     shape = (workload.world, workload.hidden, workload.dtype, workload.tokens, workload.max_tokens)
     return (base.group, base.fabric, algorithm, *shape, parameters, table)

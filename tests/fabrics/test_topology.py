@@ -30,6 +30,7 @@ def test_one_cpu_host_has_shm_and_library() -> None:
     assert codes(found) == {
         Fabric.MULTIMEM: "fabric_needs_cuda",
         Fabric.PEER: "fabric_needs_cuda",
+        Fabric.HOST: "fabric_needs_cuda",
         Fabric.NVSHMEM: "fabric_needs_cuda",
         Fabric.SHM: None,
         Fabric.TCP: "fabric_needs_hosts",
@@ -174,7 +175,7 @@ def test_one_arena_serves_all_kernels_of_a_group() -> None:
 def test_fabrics_without_a_transport_say_so() -> None:
     assert transport(Fabric.SHM) is shm
     assert transport(Fabric.MULTIMEM) is transport(Fabric.PEER), "an arena of one serves the other"
-    with pytest.raises(ArenaError, match=r"library has no arena .*: multimem, nvshmem, peer, shm, tcp\)"):
+    with pytest.raises(ArenaError, match=r"library has no arena .*: host, multimem, nvshmem, peer, shm, tcp\)"):
         transport(Fabric.LIBRARY)
 
 

@@ -313,12 +313,17 @@ def _fabrics() -> tuple[Check, ...]:
         hosts = ("here", "here") if TRAITS[fabric].within_host else ("here", "there")
         described = [gpus.describe(index) for index in range(torch.cuda.device_count())] if on_gpus else []
         refused = gpus.no_multicast(described, range(len(described)))
-        here = Topology(Group("0", (0, 1), 0), hosts, device, no_peer_access=without_access, no_multicast=refused)
+        here = Topology(
+            Group("0", (0, 1), 0), hosts, device, no_peer_access=without_access, no_multicast=refused,
+            no_host_memory=gpus.no_host_memory(described, range(len(described))),
+        )  # fmt: skip
         rejection = dict(here.fabrics())[fabric]
         if rejection is None:
             reached = "reaches every rank of this host" if here.num_hosts == 1 else "joins ranks of several hosts"
             if TRAITS[fabric].needs_multicast:
                 reached += "; its kernels never ran on hardware: their first calls are checked"
+            if TRAITS[fabric].measured_only:
+                reached += "; used where GPUs have no peer access, under a profile that has times of it"
             checks.append(Check(name, Status.OK, reached))
         else:
             status = Status.NOTE if on_gpus else Status.MISSING

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from weaveopt.errors import ArenaError
-from weaveopt.fabrics import nvshmem, peer, shm, tcp
+from weaveopt.fabrics import host, nvshmem, peer, shm, tcp
 from weaveopt.fabrics.topology import Group, Topology
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import MemoryPlan, PlacedBuffer
@@ -76,7 +76,8 @@ class Transport(Protocol):
 
 
 _TRANSPORTS: Mapping[Fabric, Transport] = MappingProxyType({
-    Fabric.SHM: shm, Fabric.TCP: tcp, Fabric.PEER: peer, Fabric.MULTIMEM: peer, Fabric.NVSHMEM: nvshmem
+    Fabric.SHM: shm, Fabric.TCP: tcp, Fabric.PEER: peer, Fabric.MULTIMEM: peer, Fabric.HOST: host,
+    Fabric.NVSHMEM: nvshmem,
 })  # fmt: skip
 """The modules that have an arena."""
 

@@ -142,7 +142,7 @@ _arenas = Arenas[PeerArena]("GPU arena")
 of, release, kept = _arenas.of, _arenas.release, _arenas.kept
 
 
-def _retire(arena: PeerArena) -> None:
+def retire(arena: PeerArena) -> None:
     """One that was captured stays: its graphs may be replayed at any time, until the group's arenas are released."""
     arena.unbind()
     if not arena.captured and arena.error is None:
@@ -182,7 +182,7 @@ def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: f
             raise
         raise ArenaError(f"earlier graphs of the group use it, so a larger arena needs it: {error}") from error
     if arena is not current:
-        _arenas.put(name, arena, _retire)
+        _arenas.put(name, arena, retire)
     return arena
 
 
@@ -229,21 +229,11 @@ def _make(
     answers = channel.gather(own, f"a GPU arena of {num_bytes} bytes", timeout_s)
     raise_if_any(group, answers, num_bytes)
     expect_equal_layouts(group, answers)
-    for what, key in (
+    alike = (
         ("GPUs differ (compute capability", "kind"),
         ("folders for temporary files differ (TMPDIR:", "tmp"),
-    ):
-        if len({record[key] for record in answers}) > 1:
-            found = "; ".join(f"rank {rank}: {r[key]}" for rank, r in zip(group.ranks, answers, strict=True))
-            raise ArenaError(f"group {group.name!r}: its {what} {found})")
-    owners: dict[str, int] = {}
-    for rank, record in zip(group.ranks, answers, strict=True):
-        other = owners.setdefault(str(record["device"]), rank)
-        if other != rank:
-            raise ArenaError(
-                f"group {group.name!r}: ranks {other} and {rank} both use GPU {record['device']}; give every rank its "
-                "own, with torch.cuda.set_device(local_rank) before the first call"
-            )
+    )
+    expect_alike(group, answers, alike)
     peers = [Process(int(record["pid"]), str(record["start"])) for record in answers]
 
     memory: torch.Tensor | None = None
@@ -345,6 +335,25 @@ def _exchange(
             f"expected rank {group.rank} at {memory.data_ptr():#x}"
         )
     return handle, bases
+
+
+def expect_alike(group: Group, answers: Sequence[Payload], alike: Sequence[tuple[str, str]]) -> None:
+    """Check that ranks announced equal values of each key of `alike`, named by its words, and GPUs of their own.
+
+    Raises `ArenaError` if not.
+    """
+    for what, key in alike:
+        if len({record[key] for record in answers}) > 1:
+            found = "; ".join(f"rank {rank}: {r[key]}" for rank, r in zip(group.ranks, answers, strict=True))
+            raise ArenaError(f"group {group.name!r}: its {what} {found})")
+    owners: dict[str, int] = {}
+    for rank, record in zip(group.ranks, answers, strict=True):
+        other = owners.setdefault(str(record["device"]), rank)
+        if other != rank:
+            raise ArenaError(
+                f"group {group.name!r}: ranks {other} and {rank} both use GPU {record['device']}; give every rank its "
+                "own, with torch.cuda.set_device(local_rank) before the first call"
+            )
 
 
 def raise_if_any(group: Group, answers: Sequence[Payload], num_bytes: int) -> None:

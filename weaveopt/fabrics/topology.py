@@ -65,6 +65,8 @@ class Topology:
     """Two ranks of one host whose GPUs cannot map each other's memory, the first such pair."""
     no_multicast: Rejection | None = None
     """Why the ranks have no NVLink multicast mapping of their memory; None where torch makes one."""
+    no_host_memory: Rejection | None = None
+    """Why the ranks' GPUs cannot use memory of the host that processes share; None where they can."""
     allowed: frozenset[Fabric] = frozenset()
     """Fabrics that the option `fabrics` names; empty: all. The library is always allowed."""
 
@@ -90,7 +92,8 @@ class Topology:
         return replace(self, allowed=frozenset(map(Fabric, names)))
 
     def _against(self, fabric: Fabric) -> Rejection | None:
-        found = rejection(fabric, self.device, self.num_hosts, self.fake, self.no_peer_access, self.no_multicast)
+        missing = self.no_peer_access, self.no_multicast, self.no_host_memory
+        found = rejection(fabric, self.device, self.num_hosts, self.fake, *missing)
         if found is None and not TRAITS[fabric].within_host:
             counts = sorted(Counter(self.hosts).values())
             if counts[0] != counts[-1]:
@@ -278,7 +281,11 @@ def _ask(pg: dist.ProcessGroup, group_name: str, timeout_s: float) -> _Known:
         raise AgreementError(f"group {group_name!r}: ranks {ranks} use different devices: {devices}")
     found = Topology(group, tuple(str(p["host"]) for p in payloads), device)
     if device == "cuda":
-        found = replace(found, no_multicast=gpus.no_multicast(payloads, ranks))
+        found = replace(
+            found,
+            no_multicast=gpus.no_multicast(payloads, ranks),
+            no_host_memory=gpus.no_host_memory(payloads, ranks),
+        )
     described = gpus.gpus_of(payloads)
     if described:
         unreachable = gpus.without_access(payloads, group.rank)

@@ -60,6 +60,13 @@ class Traits:
     """Other fabrics whose kernels find what they need in an arena of this one."""
     needs_multicast: bool = False
     """True if its kernels use an NVLink multicast mapping of all ranks' memory, which torch has to make."""
+    needs_host_memory: bool = False
+    """True if its kernels use memory of the host, which processes share and register with the driver."""
+    gives_way_to: frozenset[Fabric] = frozenset()
+    """Fabrics that carry each byte over the same wires fewer times: where one of them reaches all ranks, this one is
+    not used."""
+    measured_only: bool = False
+    """True if it is used only where the machine's profile has times of it."""
 
 
 _PAGE_BYTES = 4096
@@ -78,6 +85,13 @@ TRAITS: Mapping[Fabric, Traits] = MappingProxyType({
     # Memory that is mapped by multicast is reachable by peers too.
     Fabric.MULTIMEM: replace(_PEER, needs_multicast=True, serves=frozenset({Fabric.PEER})),
     Fabric.PEER: _PEER,
+    Fabric.HOST: replace(
+        _PEER,
+        needs_peer_access=False,
+        needs_host_memory=True,
+        gives_way_to=frozenset({Fabric.PEER}),
+        measured_only=True,
+    ),
     # On pages, no two buffers on one: the first touch decides where a page lives.
     Fabric.SHM: Traits("cpu", crosses_hosts=False, native_part=NativePart.HOST, buffer_alignment=_PAGE_BYTES),
     Fabric.TCP: Traits(
@@ -114,12 +128,14 @@ def rejection(
     fake: bool,
     no_peer_access: tuple[int, int] | None = None,
     no_multicast: Rejection | None = None,
+    no_host_memory: Rejection | None = None,
 ) -> Rejection | None:
     """Reject `fabric` if it does not reach ranks on `num_hosts` hosts that use `device`; None if it does.
 
     `fake`: there are no ranks; what is built here, and what could be probed, says nothing of the machine meant.
     `no_peer_access`: two ranks of one host whose GPUs cannot map each other's memory.
     `no_multicast`: why the ranks have no multicast mapping of their memory; None: torch makes one.
+    `no_host_memory`: why the ranks' GPUs cannot use memory of the host that processes share; None: they can.
     """
     traits = TRAITS[fabric]
     if traits.device not in (None, device):
@@ -136,4 +152,6 @@ def rejection(
         return Rejection("no_peer_access", "the GPUs of two ranks cannot map each other's memory", ranks)
     if no_multicast is not None and traits.needs_multicast:
         return no_multicast
+    if no_host_memory is not None and traits.needs_host_memory:
+        return no_host_memory
     return None

@@ -263,7 +263,7 @@ def _closed(group: str, closed: Closed, compile_: recompiles.Compile, context: C
 
 def release(group: str) -> None:
     """Gives the group's arenas back: peers that wait in a call end at once, with an error."""
-    for fabric in (Fabric.SHM, Fabric.TCP, Fabric.PEER, Fabric.NVSHMEM):
+    for fabric in (Fabric.SHM, Fabric.TCP, Fabric.PEER, Fabric.HOST, Fabric.NVSHMEM):
         try:
             transport(fabric).release(group)
         except WeaveError:

@@ -34,6 +34,7 @@ class Fabric(StrEnum):
 
     MULTIMEM = "multimem"
     PEER = "peer"
+    HOST = "host"
     SHM = "shm"
     TCP = "tcp"
     NVSHMEM = "nvshmem"

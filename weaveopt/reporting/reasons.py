@@ -45,9 +45,16 @@ class Reason:
 
 
 ABSENT = frozenset(
-    ("fabric_needs_cpu", "fabric_needs_cuda", "fabric_needs_hosts", "fabric_needs_one_host", "fabric_not_on_machine")
+    (
+        "better_fabric",
+        "fabric_needs_cpu",
+        "fabric_needs_cuda",
+        "fabric_needs_hosts",
+        "fabric_needs_one_host",
+        "fabric_not_on_machine",
+    )
 )
-"""Codes of what a machine lacks, or a group: no option and no measurement brings the fabric."""
+"""Codes of what a machine or a group lacks, or has a better fabric for: no measurement brings the fabric."""
 
 
 def absent_fabrics(decisions: Iterable[Decision]) -> dict[str, str]:

@@ -37,7 +37,7 @@ from weaveopt.fabrics.traits import TRAITS
 from weaveopt.ops.reduction.call import ReductionCall, decode
 from weaveopt.ops.reduction.in_flight import Ended, Flight, Starter, empty_results, start_library
 from weaveopt.ops.reduction.operands import Argument, EpilogueOperands, split
-from weaveopt.ops.reduction.peer_flight import NvshmemStarter, PeerStarter
+from weaveopt.ops.reduction.peer_flight import HostStarter, NvshmemStarter, PeerStarter
 from weaveopt.ops.reduction.reference import through_library
 from weaveopt.ops.reduction.shm import ShmReduction
 from weaveopt.ops.reduction.tcp import TcpSite
@@ -51,6 +51,7 @@ STARTERS: Mapping[Fabric, type[Starter]] = MappingProxyType({
     Fabric.TCP: TcpSite,
     Fabric.PEER: PeerStarter,
     Fabric.MULTIMEM: PeerStarter,
+    Fabric.HOST: HostStarter,
     Fabric.NVSHMEM: NvshmemStarter,
 })  # fmt: skip
 """Implementation of a begun call by fabric; the library's is not bound to an arena."""

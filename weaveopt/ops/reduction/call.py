@@ -35,6 +35,7 @@ FEATURES: Mapping[Fabric, Features] = MappingProxyType({
     Fabric.TCP: Features(tabled=True, quantizes=False, aliases_arena=False, shards_sum=False),
     Fabric.PEER: Features(tabled=True, quantizes=True, aliases_arena=True),
     Fabric.MULTIMEM: Features(tabled=True, quantizes=True, aliases_arena=True),
+    Fabric.HOST: Features(tabled=True, quantizes=True, aliases_arena=False),
     Fabric.NVSHMEM: Features(tabled=True, quantizes=True, aliases_arena=False, shards_sum=False),
 })  # fmt: skip
 """Fabrics that the family has kernels for; the library needs none."""

@@ -15,6 +15,7 @@ _KERNELS = {
     (Transfer.LL_PACKET, Algorithm.ONE_SHOT): "ll_packet_one_shot",
     (Transfer.LL_PACKET, Algorithm.TWO_SHOT): "ll_packet_two_shot",
     (Transfer.BULK, Algorithm.TWO_SHOT): "bulk",
+    (Transfer.POSTED, Algorithm.TWO_SHOT): "posted",
     (Transfer.DIRECT, Algorithm.TWO_SHOT): "direct",
 }
 """The GPU kernels by their names in `_native.GpuKernel`."""

@@ -42,6 +42,7 @@ from weaveopt.fabrics import multicast
 from weaveopt.fabrics.traits import TRAITS
 from weaveopt.ops.reduction.call import ReductionCall, decode
 from weaveopt.ops.reduction.first_call import MulticastCalls
+from weaveopt.ops.reduction.host import HostReduction
 from weaveopt.ops.reduction.in_flight import empty_results, no_scale
 from weaveopt.ops.reduction.nvshmem import NvshmemSite
 from weaveopt.ops.reduction.operands import Argument, DeferredGemm, EpilogueOperands, QuantResults, Results, split
@@ -87,6 +88,7 @@ SITES: Mapping[Fabric, type[BoundReduction]] = MappingProxyType({
     Fabric.TCP: TcpSite,
     Fabric.PEER: PeerReduction,
     Fabric.MULTIMEM: PeerReduction,
+    Fabric.HOST: HostReduction,
     Fabric.NVSHMEM: NvshmemSite,
 })  # fmt: skip
 """Implementation of a call by fabric; the library's is not bound to an arena."""

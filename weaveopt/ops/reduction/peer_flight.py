@@ -20,6 +20,7 @@ import torch
 
 from weaveopt.fabrics.streams import communication_stream
 from weaveopt.ops.reduction.call import ReductionCall
+from weaveopt.ops.reduction.host import HostReduction
 from weaveopt.ops.reduction.in_flight import no_scale
 from weaveopt.ops.reduction.launches import Piece, Prepared
 from weaveopt.ops.reduction.nvshmem import NvshmemSite
@@ -105,6 +106,13 @@ class PeerStarter:
         """Have `stream` wait for all that the communication stream has."""
         self._crossing.launched()
         self._crossing.join(stream)
+
+
+class HostStarter(PeerStarter):
+    """The same through memory of the host."""
+
+    __slots__ = ()
+    SITE: ClassVar[type[PeerReduction]] = HostReduction
 
 
 class NvshmemStarter(PeerStarter):

@@ -46,6 +46,9 @@ class Transfer(StrEnum):
     """Words, each paired with the number of its call, put into another host's inbox: no barrier, no signal."""
     FLAGGED_ROW = "flagged_row"
     """Rows as they are, put into another host's inbox, and a flag after each: half the bytes of packets."""
+    POSTED = "posted"
+    """Plain stores of 16 bytes through a staging buffer with a signal after each unit: on memory of the host they are
+    posted writes over PCIe, on any GPU."""
     DIRECT = "direct"
     """Loads that reduce and stores that broadcast, in place, between two barriers."""
     TILES = "tiles"
@@ -72,6 +75,7 @@ ALGORITHMS: dict[Transfer, tuple[Algorithm, ...]] = {
     Transfer.SEGMENT: (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT),
     Transfer.LL_PACKET: (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT),
     Transfer.BULK: (Algorithm.TWO_SHOT,),
+    Transfer.POSTED: (Algorithm.TWO_SHOT,),
     Transfer.MESSAGE: (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT, Algorithm.DOUBLING, Algorithm.HALVING),
     Transfer.PACKET: (Algorithm.DOUBLING,),
     Transfer.FLAGGED_ROW: (Algorithm.DOUBLING,),

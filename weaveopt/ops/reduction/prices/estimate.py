@@ -94,7 +94,7 @@ def estimate_fused(
     terms = []
     extra = workload.num_partials - 1
     # On `peer` the GEMM is the graph's own and makes an ordinary tensor.
-    if workload.gemm is None or fabric is Fabric.PEER:
+    if workload.gemm is None or fabric in (Fabric.PEER, Fabric.HOST):
         terms.append(Term("add", memory_us(machine, 3 * extra * message) * slowdown))
         if variant.transfer not in READS_ANYWHERE:
             terms.append(Term("copy", memory_us(machine, 2 * message) * slowdown))

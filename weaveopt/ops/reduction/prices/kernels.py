@@ -30,14 +30,15 @@ USUAL_TRANSFERS: dict[Fabric, tuple[Transfer, ...]] = {
     Fabric.SHM: (Transfer.SEGMENT,),
     Fabric.TCP: (Transfer.MESSAGE,),
     Fabric.PEER: (Transfer.LL_PACKET, Transfer.BULK),
+    Fabric.HOST: (Transfer.LL_PACKET, Transfer.BULK, Transfer.POSTED),
     Fabric.MULTIMEM: (Transfer.DIRECT,),
     Fabric.NVSHMEM: (Transfer.DIRECT,),
     Fabric.LIBRARY: (),
 }
 """Transfers that a fabric's devices can run, if the profile does not name them."""
-READS_ANYWHERE = frozenset({Transfer.LL_PACKET, Transfer.BULK, *BETWEEN_GPUS})
+READS_ANYWHERE = frozenset({Transfer.LL_PACKET, Transfer.BULK, Transfer.POSTED, *BETWEEN_GPUS})
 """Transfers that send a partial result from wherever it is; for the others it must be in the arena."""
-MEASURED_ONLY = frozenset({Fabric.NVSHMEM})
+MEASURED_ONLY = frozenset({Fabric.HOST, Fabric.NVSHMEM})
 """Fabrics whose kernels are used only where the profile has times of them."""
 MEASURED_BYTES = 2
 """Bytes of an element of the rows that `weaveopt calibrate` exchanges."""
@@ -78,14 +79,14 @@ def kernel_variants(
     """
     if world < 2 or fabric not in machine.fabrics:
         return ()
-    if hosts > 1 and fabric in MEASURED_ONLY:
+    if hosts > 1 and fabric is Fabric.NVSHMEM:
         return _between_gpus(machine, fabric, hidden, world, hosts)
     sends_messages = Transfer.MESSAGE in USUAL_TRANSFERS[fabric]
     if hosts > 1 or sends_messages:
         names = ALGORITHMS[Transfer.MESSAGE] if hosts > 1 and sends_messages else ()
         return tuple(KernelVariant(name, Transfer.MESSAGE, 0, None, measured=False) for name in names)
     costs = fabric_costs(machine, fabric)
-    known = fabric is Fabric.PEER and bool(costs.curves_of(OP))
+    known = fabric in MEASURED_ONLY or (fabric is Fabric.PEER and bool(costs.curves_of(OP)))
     usable = usable_transfers(costs)
     named = dict(machine.origins)
     found: list[KernelVariant] = []
