@@ -22,6 +22,7 @@ from weaveopt.measure.cases.reduction import calls, peer
 from weaveopt.measure.cases.reduction.calls import EPS, Fused
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
+from weaveopt.records.candidate import Fabric
 
 Tensor = torch.Tensor
 Call = Callable[[int, Tensor], tuple[Tensor, Tensor]]
@@ -82,6 +83,7 @@ class Variant:
 
     row: KernelRow
     form: Form = Form.SHARDED
+    fabric: Fabric = Fabric.PEER
 
     @property
     def name(self) -> str:
@@ -95,7 +97,8 @@ class Variant:
     def call(self, case: Case, place: Place) -> ReductionCall:
         site = f"benchmark.{case.hidden}.{case.tokens}.{self.name}"
         sharded = self.form is Form.SHARDED
-        call = calls.peer_call(site, place.group, place.world, self._fused(case), sharded)
+        make = calls.host_memory_call if self.fabric is Fabric.HOST else calls.peer_call
+        call = make(site, place.group, place.world, self._fused(case), sharded)
         if not self.form.returns_sum_alone:
             return call
         return replace(call, norm=None, sum_out=SumOut.WHOLE, normalized_aliases_arena=False)
@@ -133,7 +136,7 @@ class SymmetricBuffers:
 class Shape:
     """The tensors of one case and what runs on them."""
 
-    def __init__(self, place: Place, case: Case, symmetric: SymmetricBuffers) -> None:
+    def __init__(self, place: Place, case: Case, symmetric: SymmetricBuffers | None) -> None:
         torch._dynamo.reset()
         self.place, self.case = place, case
         own, same = (torch.Generator(place.device).manual_seed(seed) for seed in (1000 + place.rank, case.tokens))
@@ -144,7 +147,7 @@ class Shape:
 
         self.given = [random(own) for _ in range(case.rotation)]
         self.partials = [given.clone() for given in self.given]
-        self.symmetric = symmetric.of(case)
+        self.symmetric = [] if symmetric is None else symmetric.of(case)
         self.residual = random(same)
         self.weight = torch.rand(case.hidden, generator=same, device=place.device).to(DTYPE)
         self.add_norm = torch.compile(add_norm, dynamic=False, fullgraph=True)
@@ -154,7 +157,7 @@ class Shape:
 
     def restore(self) -> None:
         """In-place baselines leave sums in their inputs, which would grow from call to call."""
-        torch._foreach_copy_(self.partials + self.symmetric, self.given + self.given)
+        torch._foreach_copy_(self.partials + self.symmetric, self.given + self.given[: len(self.symmetric)])
 
     def baselines(self, adds_only: bool = False) -> dict[str, Call]:
         """With `adds_only` no norm follows."""
@@ -172,6 +175,8 @@ class Shape:
         def symm_two_shot(index: int, residual: Tensor) -> tuple[Tensor, Tensor]:
             return finished(two_shot(self.symmetric[index], "sum", group), residual)
 
+        if not self.symmetric:
+            return {NCCL: nccl}
         found: dict[str, Call] = {NCCL: nccl, SYMM_TWO_SHOT: symm_two_shot}
         if self.case.bytes <= LARGEST_ONE_SHOT_BYTES:
             found[SYMM_ONE_SHOT] = symm_one_shot
@@ -253,7 +258,7 @@ def measure(
     place: Place,
     case: Case,
     variants: Sequence[Variant],
-    symmetric: SymmetricBuffers,
+    symmetric: SymmetricBuffers | None,
     effort: Effort,
     num_calls: int = 0,
 ) -> dict[str, float]:

@@ -88,6 +88,8 @@ NOT_RUN = {
     "key_heads.md: parallel = weaveopt.replicated_key_heads(checkpoint, DistributedConfig(tp_size=16))": (
         "needs 16 ranks; tests/integrations/test_key_heads.py runs it on 4"
     ),
+    "machines.md: WEAVE_FABRICS=host,library NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 2 -m weaveopt calibrate "
+    "--output no-peer.json": "measures GPUs; tests/gpu/test_host_gpu.py runs what it measures",
     "machines.md: torchrun --nproc-per-node 4 -m weaveopt calibrate --output here.json": (
         "a minute of all cores; tests/cli/test_calibrate.py starts it with --quick"
     ),

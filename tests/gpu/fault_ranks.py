@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from tests.gpu.op_cases import BULK, LL_PACKET_ONE_SHOT, Case, make_call, make_inputs, plan_of, run_op
-from weaveopt.fabrics import peer, topology
+from tests.gpu.op_cases import BULK, LL_PACKET_ONE_SHOT, POSTED, Case, make_call, make_inputs, plan_of, run_op
+from weaveopt.fabrics import topology
+from weaveopt.fabrics.arena import transport
+from weaveopt.records.candidate import Fabric
 
 STALL_TIMEOUT_S = 4.0
 LONG_TIMEOUT_S = 60.0
@@ -40,13 +42,16 @@ def error_of(step: Callable[[], object]) -> str:
 def main(scenario: str, device: int) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(device)
+    if "host" in scenario.split():
+        os.environ["NCCL_P2P_DISABLE"] = "1"
     dist.init_process_group("cpu:gloo,cuda:nccl")
-    kernel = BULK if "bulk" in scenario.split() else LL_PACKET_ONE_SHOT
+    words = scenario.split()
+    kernel = BULK if "bulk" in words else POSTED if "posted" in words else LL_PACKET_ONE_SHOT
     timeout_s = STALL_TIMEOUT_S if scenario.startswith(("stalled", "continued", "caught")) else LONG_TIMEOUT_S
     call = replace(make_call(Case(), HIDDEN, "bfloat16", world, (kernel.row(64),)), timeout_s=timeout_s)
-    call = replace(call, site="layers.0")
+    call = replace(call, site="layers.0", fabric=Fabric.HOST if "host" in words else Fabric.PEER)
     other = replace(call, site="layers.1")
-    peer.reserve(topology.discover("0", 60.0), plan_of([call]), 0, 60.0)
+    transport(call.fabric).reserve(topology.discover("0", 60.0), plan_of([call]), 0, 60.0)
     # Bound before, so that no rank meets another in the store when it fails.
     inputs = {n: make_inputs(Case(), n, HIDDEN, torch.bfloat16, world, seed=n) for n in (5, 6)}
     for warm in (call, other):

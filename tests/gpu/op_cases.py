@@ -57,7 +57,11 @@ LL_PACKET_TWO_SHOT = Kernel("LL packets, two-shot", Algorithm.TWO_SHOT, Transfer
 BULK = Kernel("bulk", Algorithm.TWO_SHOT, Transfer.BULK, BULK_TOKENS)
 BULK_FEW = replace(BULK, name="bulk on 5 CTAs", num_ctas=5)
 DIRECT = Kernel("direct", Algorithm.TWO_SHOT, Transfer.DIRECT, BULK_TOKENS)
+POSTED = Kernel("posted", Algorithm.TWO_SHOT, Transfer.POSTED, BULK_TOKENS)
+POSTED_FEW = replace(POSTED, name="posted on 5 CTAs", num_ctas=5)
 KERNELS = (LL_PACKET_ONE_SHOT, LL_PACKET_TWO_SHOT, BULK, BULK_FEW, DIRECT)
+HOST_KERNELS = (LL_PACKET_ONE_SHOT, LL_PACKET_TWO_SHOT, BULK, BULK_FEW, POSTED, POSTED_FEW)
+"""Kernels of the fabric `host`."""
 
 
 @dataclass(frozen=True)

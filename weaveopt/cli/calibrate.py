@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weaveopt.config import variable
+from weaveopt.config import resolve, variable
 from weaveopt.errors import OptionError, ProfileError
 from weaveopt.wording import counted
 
@@ -196,6 +196,7 @@ def _measure(asked: CalibrateArguments, device: torch.device, base: Machine | No
     from weaveopt.measure.session import CalibrationSession
     from weaveopt.measure.suite import measure, measure_between_hosts
 
+    allowed = resolve().fabrics
     rank, world = dist.get_rank(), dist.get_world_size()
     where = topology.discover(str(dist.distributed_c10d._get_default_group().group_name), GROUP_TIMEOUT_S)
     try:
@@ -218,7 +219,7 @@ def _measure(asked: CalibrateArguments, device: torch.device, base: Machine | No
         what = "the link between" if device.type == "cpu" else "the kernel and the library between"
         said = f"; {what} {counted(where.num_hosts, 'host')}, all else kept from {asked.base}"
     elif base is not None:
-        renewed = renew(machine, base)
+        renewed = renew(machine, base, allowed)
         machine, said = renewed.machine, f"; kept from {asked.base}: {', '.join(renewed.kept) or 'nothing'}"
     if rank == 0:
         text = cost_model.dumps(machine)

@@ -6,7 +6,7 @@ group size: kernels that compete at a site come from one run, or the runs' diffe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TypeVar, cast
 
@@ -76,8 +76,11 @@ def largest_group(machine: Machine) -> int:
     return max((_most_ranks(costs) for costs in machine.fabric_costs), default=0)
 
 
-def renew(today: Machine, base: Machine) -> Renewed:
-    """`today`, completed from `base`; the error that it claims is that of all its curves."""
+def renew(today: Machine, base: Machine, allowed: Collection[str] = ()) -> Renewed:
+    """`today`, completed from `base`; the error that it claims is that of all its curves.
+
+    `allowed`: fabrics that the option `fabrics` names; no others of `base` are kept, but for the library. Empty: all.
+    """
     base = _with_distinct_names(base, dict(today.origins))
     measured = frozenset(name for name, origin in base.origins if origin.kind == MEASURED)
     more = largest_group(base) > largest_group(today)
@@ -95,6 +98,7 @@ def renew(today: Machine, base: Machine) -> Renewed:
         if theirs.fabric in by_fabric
         else _whole(theirs, kept)
         for theirs in base.fabric_costs
+        if not allowed or theirs.fabric.value in allowed or theirs.fabric is Fabric.LIBRARY
     ]
     fabrics += [ours for ours in today.fabric_costs if ours.fabric not in base.fabrics]
     dtypes = {costs.dtype for costs in today.gemms}
@@ -193,6 +197,8 @@ def _whole(theirs: FabricCosts, kept: list[str]) -> FabricCosts:
 
 def _merged(ours: FabricCosts, theirs: FabricCosts, measured: frozenset[str], kept: list[str]) -> FabricCosts:
     """One fabric's curves: the base's of every kind and group size that today's run has none of."""
+    if ours.link_class and theirs.link_class and ours.link_class != theirs.link_class:
+        return ours  # times of another link
     had = {(curve.op, curve.world, curve.hosts) for curve in ours.curves}
     curves = list(ours.curves)
     for curve in theirs.curves:
@@ -212,7 +218,8 @@ def _merged(ours: FabricCosts, theirs: FabricCosts, measured: frozenset[str], ke
     measured_today = {word for curve in ours.curves for word in curve.variant.split()} & TRANSFERS
     transfers = ours.transfers or (theirs.transfers if measured_today <= set(theirs.transfers) else ())
     between = ours.inter_host or theirs.inter_host
-    return FabricCosts(ours.fabric, link, tuple(sorted(curves, key=curve_order)), between, transfers)
+    link_class = ours.link_class or theirs.link_class
+    return FabricCosts(ours.fabric, link, tuple(sorted(curves, key=curve_order)), between, transfers, link_class)
 
 
 def _most_ranks(costs: FabricCosts) -> int:

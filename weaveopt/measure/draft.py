@@ -13,6 +13,7 @@ from statistics import median
 import torch
 
 from weaveopt import cost_model
+from weaveopt.config import variable
 from weaveopt.cost_model.compiled import CompiledCosts
 from weaveopt.cost_model.machine import (
     AttentionCosts,
@@ -29,6 +30,8 @@ from weaveopt.cost_model.machine import (
     Origin,
     Wiring,
 )
+from weaveopt.fabrics import gpus
+from weaveopt.fabrics.traits import TRAITS
 from weaveopt.measure import fit
 from weaveopt.measure.clock import Sample
 from weaveopt.records.candidate import Fabric
@@ -55,6 +58,21 @@ def wiring(device: torch.device) -> Wiring:
     reached = [i for i in peers if torch.cuda.can_device_access_peer(device.index or 0, i)]
     word = "peer access between all pairs" if peers and len(reached) == len(peers) else f"{len(reached)} peers reached"
     return Wiring("host", found.multi_processor_count, found.total_memory, (("gpus", word),))
+
+
+def link_class(fabric: Fabric, device: torch.device) -> str:
+    """Class of the link that `fabric` uses between the GPUs of this host; empty on CPU ranks, or for one GPU.
+
+    NCCL goes through memory of the host where GPUs have no peer access, and where `NCCL_P2P_DISABLE` is set.
+    """
+    if device.type != "cuda" or torch.cuda.device_count() < 2:
+        return ""
+    if TRAITS[fabric].needs_host_memory:
+        return "host"
+    off = fabric is Fabric.LIBRARY and variable("NCCL_P2P_DISABLE") not in ("", "0")
+    if off or gpus.pair_without_access() is not None:
+        return "host"
+    return "nvlink" if gpus.have_peer_atomics() else "pcie_p2p"
 
 
 class Draft:
@@ -106,7 +124,12 @@ class Draft:
             gemms=tuple(self.gemms),
             inter_host=self._between_hosts(),
             fabric_costs=tuple(
-                FabricCosts(fabric, link, tuple(sorted(self._curves.get(fabric, ()), key=curve_order)))
+                FabricCosts(
+                    fabric,
+                    link,
+                    tuple(sorted(self._curves.get(fabric, ()), key=curve_order)),
+                    link_class=link_class(fabric, self.device),
+                )
                 for fabric, link in sorted(self.links.items(), key=lambda item: item[0].value)
             ),
             attention=self.attention,

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from weaveopt.config import resolve
 from weaveopt.cost_model import Machine
 from weaveopt.errors import WeaveError
+from weaveopt.fabrics import topology
 from weaveopt.fabrics.topology import Topology
+from weaveopt.fabrics.traits import TRAITS
 from weaveopt.measure.cases import FAMILIES, GpuHosts, HostExchanges, name_of
 from weaveopt.measure.cases.between_hosts import HostLink, host_ranks
 from weaveopt.measure.cases.family import Family
@@ -18,8 +21,11 @@ from weaveopt.measure.clock import barrier
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.ranks import subgroup
 from weaveopt.measure.session import CalibrationSession
+from weaveopt.records.candidate import Fabric
 
 NUM_ATTEMPTS = 3
+GROUP_TIMEOUT_S = 60.0
+"""Longest wait for the ranks of the run to say where they are."""
 
 
 def measure(session: CalibrationSession, name: str, before: Machine | None, only: Sequence[str] = ()) -> Machine:
@@ -29,7 +35,12 @@ def measure(session: CalibrationSession, name: str, before: Machine | None, only
     the ranks if there is one rank. With `only`, names of families, no others are measured, and the parts of `before`
     that a profile requires are kept.
     """
-    families = [family() for family in families_on(session.device.type) if is_wanted(family, only)]
+    fabrics = gpu_fabrics(session)
+    families = [
+        family()
+        for family in families_on(session.device.type)
+        if is_wanted(family, only) and (not session.is_gpu or family.gpu_fabric in (None, *fabrics))
+    ]
     with torch.no_grad():
         for family in families:
             family.measure_alone(session)
@@ -53,6 +64,22 @@ def is_wanted(family: type[Family], only: Sequence[str]) -> bool:
     """True if a run of the families `only` measures it; empty: of all."""
     # The time of a launch is always measured, as other families subtract it.
     return not only or family is Launches or name_of(family) in only
+
+
+def gpu_fabrics(session: CalibrationSession) -> tuple[Fabric, ...]:
+    """Fabrics whose kernels are measured between the GPUs: those that reach all ranks and that `WEAVE_FABRICS` allows.
+
+    One that gives way to another is measured where the other one is not, or where the variable names it.
+    """
+    if not session.is_gpu or session.world < 2:
+        return ()
+    named = resolve().fabrics
+    group = str(dist.distributed_c10d._get_default_group().group_name)
+    known = topology.discover(group, GROUP_TIMEOUT_S).restricted(named)
+    reached = [fabric for fabric, why in known.fabrics() if why is None and fabric is not Fabric.LIBRARY]
+    return tuple(
+        fabric for fabric in reached if fabric.value in named or not TRAITS[fabric].gives_way_to.intersection(reached)
+    )
 
 
 def families_on(device: str) -> tuple[type[Family], ...]:

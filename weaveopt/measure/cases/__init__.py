@@ -22,6 +22,7 @@ from weaveopt.measure.cases.library_contention import LibraryContention
 from weaveopt.measure.cases.memory import MemoryKernels
 from weaveopt.measure.cases.reduction.contention import StreamContention
 from weaveopt.measure.cases.reduction.gpu_hosts import GpuHosts
+from weaveopt.measure.cases.reduction.host import HostKernels
 from weaveopt.measure.cases.reduction.hosts import HostExchanges
 from weaveopt.measure.cases.reduction.peer import PeerKernels
 from weaveopt.measure.cases.reduction.shm import ShmKernels
@@ -38,6 +39,7 @@ FAMILIES: tuple[type[Family], ...] = (
     ExpertKernels,
     Collectives,
     PeerKernels,
+    HostKernels,
     ShmKernels,
     ReduceScatters,
     AllGathers,

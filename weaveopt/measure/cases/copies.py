@@ -15,6 +15,7 @@ from weaveopt.measure.concurrent_kernels import DTYPE, LargeGemm, alone_us, conc
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import CalibrationSession
+from weaveopt.records.candidate import Fabric
 
 COPY_BYTES = 64 << 20
 
@@ -53,6 +54,7 @@ class Copies(Family):
     """Measurements of copies in the largest group: contention appears when all ranks of the host pull at once."""
 
     devices: ClassVar = frozenset({"cuda"})
+    gpu_fabric: ClassVar = Fabric.PEER
     found: tuple[float, float, float] | None = None
     """Latency in microseconds, bytes a second alone, and contended."""
 

@@ -7,6 +7,7 @@ from typing import ClassVar, Protocol
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import CalibrationSession
+from weaveopt.records.candidate import Fabric
 
 
 class Family(Protocol):
@@ -18,6 +19,8 @@ class Family(Protocol):
 
     devices: ClassVar[frozenset[str]]
     """Types of torch devices, `cpu` and `cuda`, that it is measured on."""
+    gpu_fabric: ClassVar[Fabric | None] = None
+    """Fabric of the calls that it measures between GPUs: it is measured where that fabric is. None: of none of ours."""
 
     def measure_alone(self, session: CalibrationSession) -> None:
         """Measure local kernels: no rank waits for another while one of them is timed."""

@@ -73,6 +73,7 @@ class ShardedKernels(Family):
     """Measurements on the fabric `peer`, without the experts."""
 
     devices: ClassVar = frozenset({"cuda"})
+    gpu_fabric: ClassVar = Fabric.PEER
     times: dict[tuple[int, str], Rows] = field(default_factory=dict)
     """(bytes, time) by number of ranks and kernel."""
 

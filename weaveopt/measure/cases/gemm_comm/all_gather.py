@@ -76,6 +76,7 @@ class AllGathers(Family):
     """Measurements of the all-gather on the fabrics `shm` and `peer`, without the GEMMs."""
 
     devices: ClassVar = frozenset({"cpu", "cuda"})
+    gpu_fabric: ClassVar = Fabric.PEER
     times: dict[int, Rows] = field(default_factory=dict)
     """(bytes, time) by number of ranks."""
 
@@ -127,6 +128,7 @@ class PushedGathers(Family):
     """Measurements on the fabric `peer` of the gather with one GEMM, at each number of its columns."""
 
     devices: ClassVar = frozenset({"cuda"})
+    gpu_fabric: ClassVar = Fabric.PEER
     times: Times[TileConfig] = field(default_factory=dict)
 
     def measure_together(self, session: CalibrationSession, ranks: Ranks) -> None:

@@ -108,6 +108,7 @@ class TileKernels(Family):
     """Measurements on the fabric `peer` of the whole kernel, at each depth of the GEMM."""
 
     devices: ClassVar = frozenset({"cuda"})
+    gpu_fabric: ClassVar = Fabric.PEER
     times: Times[Kernel] = field(default_factory=dict)
 
     def measure_together(self, session: CalibrationSession, ranks: Ranks) -> None:

@@ -80,6 +80,7 @@ class ReduceScatters(Family):
     """Measurements on the fabrics `shm` and `peer`, without the GEMM."""
 
     devices: ClassVar = frozenset({"cpu", "cuda"})
+    gpu_fabric: ClassVar = Fabric.PEER
     times: dict[int, Rows] = field(default_factory=dict)
     """(bytes, time) by number of ranks."""
 
@@ -135,6 +136,7 @@ class ScatteredTiles(Family):
     """Measurements on the fabric `peer` of the whole kernel, at each depth of the GEMM."""
 
     devices: ClassVar = frozenset({"cuda"})
+    gpu_fabric: ClassVar = Fabric.PEER
     times: Times[TileConfig] = field(default_factory=dict)
 
     def measure_together(self, session: CalibrationSession, ranks: Ranks) -> None:

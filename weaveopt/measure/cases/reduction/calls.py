@@ -68,6 +68,22 @@ def reserve(ranks: Ranks, calls: list[ReductionCall]) -> None:
     transport(plan.fabric).reserve(known, plan, 0, TIMEOUT_S)
 
 
+def host_memory_call(site: str, group: str, world: int, fused: Fused, sharded: bool) -> ReductionCall:
+    """The op on `host`: its rows do not stay in the arena, where GEMMs would read them over PCIe."""
+    return replace(
+        peer_call(site, group, world, fused, sharded), fabric=Fabric.HOST, normalized_aliases_arena=False
+    )  # fmt: skip
+
+
+def reserve_host_memory(ranks: Ranks, every: list[Fused]) -> None:
+    reserve(ranks, [host_memory_call(_site(each), ranks.name, ranks.world, each, True) for each in every])
+
+
+def fused_host_memory(ranks: Ranks, fused: Fused) -> Launch:
+    """The op on `host`, which sends a partial result from where it is."""
+    return _repeated(ranks, fused, host_memory_call(_site(fused), ranks.name, ranks.world, fused, True))
+
+
 def reserve_peer(ranks: Ranks, every: list[Fused]) -> None:
     reserve(ranks, [peer_call(_site(each), ranks.name, ranks.world, each, True) for each in every])
 

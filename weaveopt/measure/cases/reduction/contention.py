@@ -14,6 +14,7 @@ from weaveopt.measure.draft import Draft
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import CalibrationSession
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
+from weaveopt.records.candidate import Fabric
 
 TOKENS, HIDDEN = 4096, 8192
 CTAS = (8, 16, 32, 64)
@@ -59,6 +60,7 @@ class StreamContention(Family):
     """Contention of the largest group, whose exchanges move the most bytes per rank."""
 
     devices: ClassVar = frozenset({"cuda"})
+    gpu_fabric: ClassVar = Fabric.PEER
     rows: list[ContentionRow] = field(default_factory=list)
 
     def measure_together(self, session: CalibrationSession, ranks: Ranks) -> None:

@@ -50,6 +50,7 @@ class PeerKernels(Family):
     """Measurements on the fabric `peer`, with residual and sum sharded."""
 
     devices: ClassVar = frozenset({"cuda"})
+    gpu_fabric: ClassVar = Fabric.PEER
     times: Times = field(default_factory=dict)
 
     def measure_together(self, session: CalibrationSession, ranks: Ranks) -> None:
