@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -72,3 +73,11 @@ def test_a_base_keeps_neither_fabrics_that_were_left_out_nor_times_of_another_li
     assert library == next(each for each in costs if each.fabric is Fabric.LIBRARY)
     assert fabric_costs(machine, Fabric.HOST).curves_of(OP)
     assert Fabric.PEER in renew(today, base).machine.fabrics, "where nothing is named, all is kept"
+
+
+def test_what_was_measured_is_a_profile_that_can_be_read(tmp_path: Path) -> None:
+    machine = measured()
+    file = tmp_path / "no-peer.json"
+    file.write_text(cost_model.dumps(machine), encoding="utf-8")
+    read = cost_model.load(str(file))
+    assert fabric_costs(read, Fabric.HOST) == fabric_costs(machine, Fabric.HOST)
