@@ -6,7 +6,7 @@ profile's table picks; where the profile has no times of the fabric that is to l
 time is among the parameters.
 
 `bound` is the link's share alone: each byte of a two-shot written to the host and read from it at the rate measured,
-both ways at once.
+both ways at once. That rate is of the copy engines: stores of kernels can be a few percent faster.
 """
 
 from __future__ import annotations
