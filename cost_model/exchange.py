@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from weaveopt.cost_model.collectives import collective_us, fabric_costs, measured_parts_us
 from weaveopt.cost_model.curve import interpolate_us, nearest_curve
 from weaveopt.cost_model.host import host_us
+from weaveopt.cost_model.imbalance import busiest_over_mean
 from weaveopt.cost_model.kernels import memory_us
 from weaveopt.cost_model.machine import Machine, Point
 from weaveopt.cost_model.mixture import Mixture, gemms_us, kernels_us
@@ -22,8 +23,6 @@ from weaveopt.records.skew import UNIFORM, Skew
 OP, DISPATCH, COMBINE = "expert_exchange", "dispatch", "combine"
 """Curves of a fabric of GPUs: rows to the ranks of their experts, by the bytes that a rank pushes to others; and the
 sum of the returned results, by their bytes."""
-OWN_BATCH_TOKENS = 512
-"""For which a rank's mixture is decided where ranks hold batches of their own: they cannot compare token counts."""
 _ID_BYTES = 8
 _LIBRARY_KERNELS = 20
 """Kernels around the library's exchanges: routing, sorting, gathers, the weighted sum."""
@@ -97,22 +96,29 @@ class PushedParts:
     combine: float
     synchronize: float
     host: float
+    waiting: float = 0.0
+    """For the rank with most tokens, which comes last."""
 
 
-def pushed_parts(machine: Machine, fabric: Fabric, sharded: ShardedMixture, batches: int) -> PushedParts | None:
-    """None where the profile has no synchronization of the fabric. `batches`: in how many parts experts see rows."""
+def pushed_parts(
+    machine: Machine, fabric: Fabric, sharded: ShardedMixture, batches: int, window_us: float = 0.0
+) -> PushedParts | None:
+    """None where the profile has no synchronization of the fabric. `batches`: in how many parts experts see rows.
+    `window_us`: what a rank computes on its own tokens before the call."""
     synchronize = synchronize_us(machine, fabric, sharded)
     if synchronize is None:
         return None
-    moved = sharded.rows_sent + sharded.rows_returned
+    last = of_last_rank(machine, sharded)
+    moved = last.rows_sent + last.rows_returned
     return PushedParts(
         experts=experts_us(machine, sharded),
         weights=(batches - 1) * memory_us(machine, sharded.of_busiest.weight_bytes),
         push=memory_us(machine, 2 * moved * sharded.row_bytes),
         gather=gather_us(machine, sharded),
-        combine=combine_us(machine, sharded),
+        combine=combine_us(machine, last),
         synchronize=synchronize,
         host=_NATIVE_CALLS * host_us(machine),
+        waiting=waiting_us(machine, sharded.world, window_us),
     )
 
 
@@ -128,6 +134,8 @@ class GpuParts:
     and charged in full: the overlap is not measured."""
     combine: float
     host: float
+    waiting: float = 0.0
+    """For the rank with most tokens, which comes last."""
 
 
 _GPU_LAUNCHES = 6
@@ -144,19 +152,23 @@ def gpu_parts(
     kernels: str,
     transposed: bool,
     own_batches: bool = False,
+    window_us: float = 0.0,
 ) -> GpuParts | None:
-    """With experts' kernels of that name (see `kernels_us`). None where the profile lacks one of the times."""
+    """With experts' kernels of that name (see `kernels_us`). None where the profile lacks one of the times.
+    `window_us`: what a rank computes on its own tokens before the call."""
     experts = kernels_us(machine, replace(sharded.of_busiest, transposed=transposed), kernels)
     pushed = _points(machine, fabric, DISPATCH, sharded.world)
     summed = _points(machine, fabric, COMBINE, sharded.world)
     if experts is None or not pushed or not summed:
         return None
+    last = of_last_rank(machine, sharded) if own_batches else sharded
     return GpuParts(
         experts=experts,
-        dispatch=interpolate_us(pushed, max(sharded.sent_bytes, 1.0)),
-        returned=interpolate_us(pushed, max(sharded.returned_bytes, 1.0)) - pushed[0].us,
-        combine=interpolate_us(summed, max(sharded.of_rank.rows * sharded.row_bytes, 1.0)),
+        dispatch=interpolate_us(pushed, max(last.sent_bytes, 1.0)),
+        returned=interpolate_us(pushed, max(last.returned_bytes, 1.0)) - pushed[0].us,
+        combine=interpolate_us(summed, max(last.of_rank.rows * last.row_bytes, 1.0)),
         host=(_GPU_LAUNCHES + own_batches * _COUNT_CALLS) * host_us(machine),
+        waiting=waiting_us(machine, sharded.world, window_us),
     )
 
 
@@ -211,3 +223,15 @@ def synchronize_us(machine: Machine, fabric: Fabric, sharded: ShardedMixture) ->
     """
     parts = measured_parts_us(machine, fabric, "all_gather", 1, sharded.world)
     return None if parts is None else 2 * parts[0]
+
+
+def of_last_rank(machine: Machine, sharded: ShardedMixture) -> ShardedMixture:
+    """The mixture with the tokens of the rank that has most, where the machine's ranks differ. Experts have the rows of
+    all ranks, which even out."""
+    tokens = sharded.of_rank.tokens
+    return sharded.with_tokens(round(tokens * busiest_over_mean(machine.imbalance, sharded.world)))
+
+
+def waiting_us(machine: Machine, world: int, window_us: float) -> float:
+    """Time that a rank of mean load waits for the busiest one, after `window_us` of work on its own tokens."""
+    return (busiest_over_mean(machine.imbalance, world) - 1.0) * window_us

@@ -334,6 +334,9 @@ class Machine:
     """Times of exchanges between hosts, by numbers of hosts and of ranks on each."""
     skew: Skew = UNIFORM
     """How choices are taken to spread over the experts of mixtures."""
+    batch_tokens: int = 512
+    imbalance: float = 0.0
+    """Tokens of a rank where ranks hold batches of their own, as nobody can compare those; their variation."""
     timed: KernelTimes = NOTHING_TIMED
     """Local kernels that were timed at their exact shapes; asked before the curves. No part of a profile."""
 
@@ -369,16 +372,11 @@ class Machine:
         used += [(f"gemms.{each.dtype}", each.origin) for each in self.gemms if not dtypes or each.dtype in dtypes]
         if hosts != 1:
             used += [("inter_host", self.inter_host.origin)]
-        if hosts != 1:
             used += [(f"busy_hosts.{each.hosts}x{each.ranks_per_host}", each.origin) for each in self.busy_hosts]
         blocks = {
-            "attention": self.attention,
-            "contention": self.contention,
-            "copy_engine": self.copy_engine,
-            "launch": self.launch,
-            "wiring": self.wiring,
-            "compiled": self.compiled,
-        }
+            "attention": self.attention, "contention": self.contention, "copy_engine": self.copy_engine,
+            "launch": self.launch, "wiring": self.wiring, "compiled": self.compiled,
+        }  # fmt: skip
         used += [(name, block.origin) for name, block in blocks.items() if block is not None]
         for costs in self.fabric_costs:
             prefix = f"fabrics.{costs.fabric.value}"

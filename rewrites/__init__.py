@@ -5,6 +5,7 @@ from __future__ import annotations
 from weaveopt.rewrites.all_gather_gemm import AllGatherGemm
 from weaveopt.rewrites.all_reduce_rms_norm import AllReduceRMSNorm
 from weaveopt.rewrites.causal_attention import CausalAttention
+from weaveopt.rewrites.expert_prefetch import ExpertPrefetch
 from weaveopt.rewrites.gemm_all_reduce import GemmAllReduce
 from weaveopt.rewrites.gemm_reduce_scatter import GemmReduceScatter
 from weaveopt.rewrites.hierarchical_all_reduce import HierarchicalAllReduce
@@ -24,6 +25,7 @@ SITE_RULES: tuple[SiteRule, ...] = (
     GemmReduceScatter(),
     AllGatherGemm(),
     MoeSharded(),
+    ExpertPrefetch(),
     ShardNorm(),
 )
 GRAPH_RULES: tuple[GraphRule, ...] = (TokenSplit(),)

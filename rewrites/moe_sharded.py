@@ -17,7 +17,7 @@ in every call (`weaveopt/ops/experts/sharded/counts.py`), and CUDA graphs are ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -30,18 +30,19 @@ from weaveopt.cost_model.mixture import fastest_kernels, few_rows, has_few_rows,
 from weaveopt.cost_model.token_grid import grid_of
 from weaveopt.fabrics.fabric_eligibility import eligible_fabrics, not_measured
 from weaveopt.fabrics.rows_call import decode
-from weaveopt.graph.pattern import tensor_of
+from weaveopt.fabrics.topology import Topology
 from weaveopt.graph.splice import call_after, erase_dead, replace_uses
+from weaveopt.inductor.calls import window_of
 from weaveopt.ops.experts.call import ExpertsKernel
+from weaveopt.ops.experts.exchange.call import ExpertExchangeCall
 from weaveopt.ops.experts.gpu import has_triton
 from weaveopt.ops.experts.hopper import lacks_hopper
-from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
 from weaveopt.ops.experts.sharded.op import SITES
 from weaveopt.ops.experts.sharded.peer import refusal
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term, Values
 from weaveopt.records.site import DTYPE_BYTES, TokenCounts
 from weaveopt.rule import BufferRequest, Chosen, Context, FoundSite, Memory, Placement, Proposal
-from weaveopt.sites.mixture.exchange_matcher import KIND, ExchangeFacts
+from weaveopt.sites.mixture.exchange_matcher import KIND, ExchangeFacts, is_transposed
 from weaveopt.solver.boundaries import runs
 
 RULE = "moe_sharded"
@@ -104,10 +105,11 @@ def _candidates(
     facts: ExchangeFacts, node: fx.Node, tokens: TokenCounts, context: Context, usable_only: bool
 ) -> Iterator[tuple[Candidate, MoeShardedPlan]]:
     machine = context.machine
+    window_us = _window_us(machine, facts, node, context.topologies)
     for fabric, unreachable in eligible_fabrics(context.topologies[facts.group], machine, SITES):
         on_fabric = _between_gpus if fabric is Fabric.PEER else _in_batches
-        for variant, lowered, own, parts in on_fabric(machine, fabric, facts, node, tokens):
-            reasons = (*unreachable, *own)
+        for variant, lowered, own, parts in on_fabric(machine, fabric, facts, node, tokens, window_us):
+            reasons = (*unreachable, *_against_ranks(facts), *own)
             if parts is None and not reasons:
                 reasons = (not_measured(machine, fabric, OP if fabric is Fabric.PEER else "all_gather"),)
             if reasons and usable_only:
@@ -124,18 +126,35 @@ Way = tuple[str, MoeShardedPlan, tuple[Rejection, ...], PushedParts | GpuParts |
 """The candidate's variant, what the rule remembers of it, what speaks against it, and what it takes."""
 
 
+def _against_ranks(facts: ExchangeFacts) -> Iterator[Rejection]:
+    if facts.independent:
+        yield Rejection("ranks_independent", "ranks promise no common calls, and here each waits for all others")
+
+
+def _window_us(machine: Machine, facts: ExchangeFacts, node: fx.Node, topologies: Mapping[str, Topology]) -> float:
+    """Work on a rank's own tokens before the call, where ranks differ in it."""
+    if facts.same_tokens or not machine.imbalance:
+        return 0.0
+    return window_of(node, topologies).us(machine, machine.batch_tokens)
+
+
 def _in_batches(
-    machine: Machine, fabric: Fabric, facts: ExchangeFacts, node: fx.Node, tokens: TokenCounts
+    machine: Machine, fabric: Fabric, facts: ExchangeFacts, node: fx.Node, tokens: TokenCounts, window_us: float
 ) -> Iterator[Way]:
     sharded = facts.sharded(tokens.hint, machine.skew)
     for batches in BATCHES:
-        yield "", MoeShardedPlan(fabric, tokens.most, batches), (), pushed_parts(machine, fabric, sharded, batches)
+        yield (
+            "",
+            MoeShardedPlan(fabric, tokens.most, batches),
+            (),
+            pushed_parts(machine, fabric, sharded, batches, window_us),
+        )
 
 
 def _between_gpus(
-    machine: Machine, fabric: Fabric, facts: ExchangeFacts, node: fx.Node, tokens: TokenCounts
+    machine: Machine, fabric: Fabric, facts: ExchangeFacts, node: fx.Node, tokens: TokenCounts, window_us: float
 ) -> Iterator[Way]:
-    transposed = _is_transposed(node)
+    transposed = is_transposed(node)
     against = tuple(_against(facts, tokens))
     for variant, kernels in ((KERNELS, ExpertsKernel.TRITON), (HOPPER, ExpertsKernel.HOPPER)):
         few = 0
@@ -149,7 +168,8 @@ def _between_gpus(
             against = (*against, few_rows(sharded.of_busiest, runs_now))
         parts = None
         if not against:
-            parts = gpu_parts(machine, fabric, sharded, runs_now, transposed, own_batches=not facts.same_tokens)
+            own = not facts.same_tokens
+            parts = gpu_parts(machine, fabric, sharded, runs_now, transposed, own, window_us)
         yield variant, lowered, against, parts
 
 
@@ -205,17 +225,6 @@ def _parameters(facts: ExchangeFacts, tokens: TokenCounts, machine: Machine, low
         *rows_by_expert(busiest, sharded.skew),
         ("wire_bytes", sharded.wire_bytes),
     )
-
-
-def _is_transposed(node: fx.Node) -> bool:
-    """True if the first weight is stored as `[experts, in, out]`."""
-    weight = node.args[3]
-    value = tensor_of(weight) if isinstance(weight, fx.Node) else None
-    if value is None:
-        return False
-    # A symbol is no answer, and to ask for one would be a guard.
-    of_row, of_depth = (stride if isinstance(stride, int) else 0 for stride in value.stride()[1:])
-    return of_row == 1 != of_depth
 
 
 def _estimate(machine: Machine, parts: PushedParts | GpuParts, facts: ExchangeFacts) -> Estimate:

@@ -17,6 +17,8 @@ from weaveopt.versions import TRANSFORMERS
 
 if TYPE_CHECKING:
     from weaveopt.generation.entry import generate as generate
+    from weaveopt.integrations.transformers.data_parallel import DataParallelExperts as DataParallelExperts
+    from weaveopt.integrations.transformers.expert_exchange import share_experts as share_experts
     from weaveopt.integrations.transformers.key_heads import replicated_key_heads as replicated_key_heads
     from weaveopt.records.report import Report
 
@@ -27,7 +29,15 @@ except PackageNotFoundError:  # run from a source tree that was never installed
 
 register_when_imported()
 
-__all__ = ["WeaveError", "__version__", "generate", "replicated_key_heads", "report"]
+__all__ = [
+    "DataParallelExperts",
+    "WeaveError",
+    "__version__",
+    "generate",
+    "replicated_key_heads",
+    "report",
+    "share_experts",
+]
 
 
 def report(model: object | None = None) -> Report:
@@ -43,8 +53,10 @@ def report(model: object | None = None) -> Report:
 
 
 _LAZY = {
+    "DataParallelExperts": "weaveopt.integrations.transformers.data_parallel",
     "generate": "weaveopt.generation.entry",
     "replicated_key_heads": "weaveopt.integrations.transformers.key_heads",
+    "share_experts": "weaveopt.integrations.transformers.expert_exchange",
 }
 """Imported on first use: they import transformers."""
 

@@ -22,7 +22,7 @@ from weaveopt.errors import WeaveError
 from weaveopt.inductor import seams
 from weaveopt.inductor.seams import Compiled, GraphPass
 from weaveopt.pipeline.agree import agree
-from weaveopt.pipeline.bind import bind, count_calls, lost_multicast
+from weaveopt.pipeline.bind import bind, count_calls, decides_again
 from weaveopt.pipeline.capture import capture
 from weaveopt.pipeline.choose import choose
 from weaveopt.pipeline.compilation import (
@@ -139,9 +139,9 @@ def optimize(
     try:
         done = run(TOGETHER, done, debug.log_step)
     finally:
-        if not (lost := lost_multicast(done.not_bound)):
+        if not (again := decides_again(done.not_bound)):
             registry.add(entry, done.report, done.context, made(done.found).stands_in_for)
-    if lost:  # again without it; every time one group fewer has it
+    if again:  # without what was lost; every time one group fewer has it
         return optimize(module, inputs, graph_pass, config, entry, rules, make)
     if config.strict:
         done.raise_failure()

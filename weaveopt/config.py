@@ -28,6 +28,8 @@ class Option:
     least: float = 0
     most: float = 0
     """Largest value of a numeric option. Never infinite: it ends in a timer, a native count or the size of a buffer."""
+    unit: str = "seconds"
+    """Unit of an option that is no whole number."""
 
     @property
     def expected(self) -> str:
@@ -39,7 +41,7 @@ class Option:
         if isinstance(self.default, int):
             return f"a whole number from {int(self.least)} to {int(self.most)}"
         if isinstance(self.default, float):
-            return f"seconds from {self.least:g} to {self.most:.0f}"
+            return f"{self.unit} from {self.least:g} to {self.most:.0f}"
         return "a name or a file"
 
 
@@ -98,6 +100,22 @@ OPTIONS: tuple[Option, ...] = (
         "skew", "WEAVE_SKEW", None, "share of a mixture's rows on a share of its experts: 0.5:0.125 (default: uniform)"
     ),
     Option(
+        "batch_tokens",
+        "WEAVE_BATCH_TOKENS",
+        512,
+        "tokens of a rank, in estimates of mixtures whose ranks hold batches of their own",
+        least=1,
+        most=MOST_TOKENS,
+    ),
+    Option(
+        "imbalance",
+        "WEAVE_IMBALANCE",
+        0.0,
+        "coefficient of variation of these tokens between the ranks",
+        most=2,
+        unit="a number",
+    ),
+    Option(
         "compile_timeout_s",
         "WEAVE_COMPILE_TIMEOUT_S",
         1800.0,
@@ -131,6 +149,8 @@ class Config:
     arena_bytes: int = 0
     timeout_s: float = 120.0
     skew: str | None = None
+    batch_tokens: int = 512
+    imbalance: float = 0.0
     compile_timeout_s: float = 1800.0
     inductor: tuple[tuple[str, bool | int | float | str | None], ...] = ()
     """Options passed on to Inductor."""

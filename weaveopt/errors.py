@@ -36,6 +36,10 @@ class ArenaError(WeaveError):
     """Symmetric memory could not be reserved or exchanged."""
 
 
+class ExportError(WeaveError):
+    """Weights could not be put where peers read them, or are not there any more."""
+
+
 class OrderError(WeaveError):
     """The code that Inductor wrote for a graph begins and waits for communication in another order than was asked.
 

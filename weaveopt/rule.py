@@ -37,6 +37,8 @@ class Context:
     """Topology of each process group in which the graph communicates, by the group's name."""
     not_measured: Rejection | None = None
     """Why no rule may be used unless it is forced: `machine` only stands in for GPUs that have no profile."""
+    phase: str = ""
+    """Phase of the captured graph, as `CapturedGraph.phase`."""
 
     def against(self, rule: str) -> Rejection | None:
         """Reason why `rule` may not be used anywhere; None if it may."""
@@ -194,6 +196,8 @@ class Memory:
     """Sites whose calls follow one another on one stream share a channel."""
     wiring: tuple[str, ...] = ()
     """Exchanges between hosts that the site's calls make, by name."""
+    reads_exported: bool = False
+    """True if its calls read weights in the memory of peers (`weaveopt/fabrics/exported.py`)."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from benchmarks.workloads.reduction import PUSH_BYTES_PER_S
 from weaveopt.fabrics import peer, topology
 from weaveopt.fabrics.rows_call import memory_plan
 from weaveopt.ops.experts.call import ExpertsCall, ExpertsKernel
-from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
+from weaveopt.ops.experts.exchange.call import ExpertExchangeCall
 from weaveopt.ops.experts.sharded.op import SITES
 from weaveopt.records.candidate import Fabric
 

@@ -75,7 +75,7 @@ def variants(case: Case, world: int, rank: int) -> dict[str, Step]:
     from weaveopt.fabrics.rows_call import memory_plan
     from weaveopt.integrations.transformers.expert_form import activation_of, call_of
     from weaveopt.ops.experts.by_expert import ExpertWeights
-    from weaveopt.ops.experts.sharded.local_experts import expert_rows
+    from weaveopt.ops.experts.exchange.local_experts import expert_rows
     from weaveopt.ops.experts.sharded.op import SITES
 
     shape = SHAPES[case.shape]

@@ -81,6 +81,9 @@ NOT_RUN = {
     "README.md: make gpu-bench": GPUS,
     "README.md: accelerate launch --config_file examples/configs/accelerate_two_hosts.yaml --machine_rank 0 "
     "--main_process_ip 10.0.0.1 examples/generate.py": HOSTS,
+    "expert_prefetch.md: import weaveopt": "needs a checkpoint; tests/experts/test_prefetch.py compiles such models",
+    "expert_prefetch.md: weaveopt.share_experts(model)  # on all ranks; for programs in which some rank may never call "
+    "the model": "needs such a model; tests/experts/test_data_parallel.py shares it",
     "explain.md: schema          2": "the JSON's fields in words: tests/docs/test_docs.py holds them",
     "fabrics.md: 50 us from host to host, 10 Gbit/s; 2 cores for all ranks": "what make hosts-demo printed",
     'gemm_all_reduce.md: {"origin": "tiles", "op": "gemm_all_reduce", "variant": "tiles norm columns=256 pairs=1 '

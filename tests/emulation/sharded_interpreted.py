@@ -24,8 +24,8 @@ from tests.ops.test_expert_exchange import MAX_TOKENS, Form, Inputs, make_call, 
 from weaveopt import _native
 from weaveopt.fabrics.traits import TRAITS
 from weaveopt.ops.experts import gpu
+from weaveopt.ops.experts.exchange.call import ExpertExchangeCall
 from weaveopt.ops.experts.sharded import peer
-from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
 from weaveopt.ops.experts.sharded.peer import PeerExpertExchange
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Lifetime, PlacedBuffer

@@ -126,7 +126,7 @@ def test_two_hosts_meet(tmp_path: Path) -> None:
     assert all("ranks met: 2" in text for text in printed), printed
 
 
-@pytest.mark.parametrize("name", ["generate.py", "train_step.py", "trainer.py", "hand_written.py"])
+@pytest.mark.parametrize("name", ["generate.py", "train_step.py", "trainer.py", "hand_written.py", "score.py"])
 def test_examples_have_a_main(name: str) -> None:
     text = (ROOT / "examples" / name).read_text()
     assert "def main() -> int:" in text and "sys.exit(main())" in text
@@ -147,3 +147,14 @@ def test_generate_says_so_where_the_step_is_left_to_transformers(monkeypatch: py
         assert example["difference"](eager, woven, 1e-3) is None
         assert "transformers' own loop" in example["host_share"](model, prompt, 5, 1.0)
         assert "rope: rotary embedding dynamic" in str(weaveopt.report(model))
+
+
+def test_score_needs_no_dummy_call() -> None:
+    """401 documents of other lengths on two ranks: 201 and 200 calls. One document: the second rank has none."""
+    for count, first, second in ((401, 201, 200), (1, 1, 0)):
+        shape = ("--hidden", "32", "--layers", "1", "--median", "12", "--documents", str(count))
+        (code, found), (other, _) = run_ranks(
+            _run, 2, "score.py", ("--backend", "eager", *shape), timeout_s=LIMIT_S, grouped=False
+        )
+        assert code == other == 0, found
+        assert f"{count} of {count} documents scored (rank 0: {first} in" in found and f"rank 1: {second} in" in found

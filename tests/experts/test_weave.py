@@ -15,11 +15,10 @@ from tests.graphs.models import one_layer, save
 from tests.graphs.sharded_models import FAMILY_OF, ids_of, sharded
 from tests.ranks import run_ranks
 from weaveopt.config import Config, OptionValue
-from weaveopt.cost_model.exchange import OWN_BATCH_TOKENS
 from weaveopt.errors import ArenaError
 from weaveopt.fabrics import shm
+from weaveopt.ops.experts.exchange.call import ExpertExchangeCall
 from weaveopt.ops.experts.sharded import op
-from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
 from weaveopt.ops.experts.sharded.op import traffic
 from weaveopt.ops.experts.sharded.shm import ShmExpertExchange
 from weaveopt.records.memory import Buffer
@@ -97,7 +96,7 @@ def run_own_batches(rank: int, world: int, folder: Path) -> None:
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, msg=lambda m: f"{tokens}: {m}")  # noqa: B023
     decisions = exchanges(weaveopt.report(compiled).graphs)
     assert len(decisions) >= 2 and all(each.chosen.choice == RULE for each in decisions), decisions
-    assert {each.site.tokens.hint for each in decisions} == {OWN_BATCH_TOKENS}
+    assert {each.site.tokens.hint for each in decisions} == {Config().batch_tokens}
     told = [line for graph in weaveopt.report(compiled).graphs for line in graph.timed]
     assert told == [], "such a site is not even tried by itself"
     [text] = {text for text in CALLS if '"fabric":"shm"' in text}

@@ -20,10 +20,10 @@ from weaveopt.fabrics import peer, topology
 from weaveopt.fabrics.rows_call import memory_plan
 from weaveopt.ops.experts.by_expert import ExpertWeights
 from weaveopt.ops.experts.call import ExpertsCall, ExpertsKernel
+from weaveopt.ops.experts.exchange.call import ExpertExchangeCall
 from weaveopt.ops.experts.expert_ranges import whole
 from weaveopt.ops.experts.reference import reference
 from weaveopt.ops.experts.shapes import ExpertOperands
-from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
 from weaveopt.ops.experts.sharded.op import SITES, traffic
 from weaveopt.records.candidate import Fabric
 

@@ -42,13 +42,15 @@ def previewed(
     machine: str = "cpu",
     device: str = "cpu",
     static: bool = False,
+    config: Config | None = None,
 ) -> GraphReport:
-    """The report on the only graph of `fn`; `static`: its sizes are numbers, else the token counts are not."""
+    """The report on the only graph of `fn`; `static`: its sizes are numbers, else the token counts are not. `config`
+    stands in place of `disable` and `force`."""
     torch._dynamo.reset()
     reports: list[GraphReport] = []
     with fake_group(world), torch.no_grad():
         seen = preview(
-            Config(disable=disable, force=force),
+            config or Config(disable=disable, force=force),
             topology.fake(world, device=device),
             cost_model.load(machine),
             reports.append,

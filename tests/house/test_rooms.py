@@ -38,6 +38,7 @@ FAMILIES = {
     "moe_fused": re.compile(r"moe_?fused", re.IGNORECASE),
     "gemm_reduce_scatter": re.compile(r"gemm_?reduce_?scatter", re.IGNORECASE),
     "moe_sharded": re.compile(r"moe_?sharded", re.IGNORECASE),
+    "expert_prefetch": re.compile(r"expert_?prefetch", re.IGNORECASE),
     "shard_norm": re.compile(r"(?<![a-z])shard_?norm", re.IGNORECASE),
     "token_split": re.compile(r"token_?split", re.IGNORECASE),
     "all_reduce_norm": re.compile(r"(?<!gemm_)all_?reduce_?norm", re.IGNORECASE),
@@ -84,6 +85,7 @@ ROOMS = {
         "weaveopt/measure/cases/experts/",
         "csrc/experts/sharded/",
     ),
+    "expert_prefetch": ("rewrites/expert_prefetch/", "weaveopt/ops/experts/"),
     "shard_norm": ("rewrites/shard_norm/",),
     "token_split": ("rewrites/token_split/",),
     "all_reduce_norm": (

@@ -14,7 +14,7 @@ from tests.rewrites.test_moe_sharded import make_call
 from weaveopt import cost_model
 from weaveopt.config import Config
 from weaveopt.cost_model import Machine
-from weaveopt.cost_model.exchange import COMBINE, DISPATCH, OWN_BATCH_TOKENS, gpu_parts
+from weaveopt.cost_model.exchange import COMBINE, DISPATCH, gpu_parts
 from weaveopt.cost_model.exchange import OP as CURVES
 from weaveopt.cost_model.host import host_us
 from weaveopt.cost_model.mixture import kernels_us
@@ -32,7 +32,7 @@ from weaveopt.measure.cases.experts.sharded import (
 from weaveopt.measure.cases.reduction.peer import PeerKernels
 from weaveopt.measure.clock import Sample
 from weaveopt.measure.draft import Draft
-from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
+from weaveopt.ops.experts.exchange.call import ExpertExchangeCall
 from weaveopt.ops.experts.sharded.op import SITES
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Candidate, Estimate, Fabric
@@ -206,7 +206,7 @@ def test_batches_of_their_own(machine: Machine) -> None:
         context = context_of(slow)
         graph, site = site_of(context, tokens, same=False)
         counts = site.site.tokens
-        assert counts == TokenCounts(OWN_BATCH_TOKENS, most=Config().max_tokens)
+        assert counts == TokenCounts(Config().batch_tokens, most=Config().max_tokens)
         found = proposals(site, counts, context)
         assert all(not each.candidate.rejections for each in found.values())
         chosen = Chosen(site, found["hopper"])
@@ -228,7 +228,7 @@ def test_batches_of_their_own(machine: Machine) -> None:
 def _estimate_of(machine: Machine) -> Estimate:
     """Estimate for equally many tokens on all ranks."""
     context = context_of(machine)
-    counts = TokenCounts(OWN_BATCH_TOKENS, most=Config().max_tokens)
-    estimate = proposals(site_of(context, OWN_BATCH_TOKENS)[1], counts, context)["hopper"].candidate.estimate
+    counts = TokenCounts(Config().batch_tokens, most=Config().max_tokens)
+    estimate = proposals(site_of(context, Config().batch_tokens)[1], counts, context)["hopper"].candidate.estimate
     assert estimate is not None
     return estimate

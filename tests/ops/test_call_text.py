@@ -11,7 +11,8 @@ from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics.call_text import Constants, decode, encode
 from weaveopt.ops.experts.call import ExpertsCall, ExpertsKernel
-from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
+from weaveopt.ops.experts.exchange.call import ExpertExchangeCall
+from weaveopt.ops.experts.prefetch.call import ExpertPrefetchCall
 from weaveopt.ops.gemm_comm.all_gather.call import AllGatherGemmCall
 from weaveopt.ops.gemm_comm.all_reduce.call import ChunkRow, GemmReductionCall
 from weaveopt.ops.gemm_comm.reduce_scatter.call import GemmReduceScatterCall, GemmReduceScatterNormCall
@@ -33,6 +34,7 @@ CALLS = (
     GemmReductionCall(REDUCTION, "tiles", cut=TileConfig(256, 1, 4)),
     ExpertsCall("silu", True, alpha=1.702, limit=float("inf"), table=((8, "triton"), (64, ExpertsKernel.ONE))),
     ExpertExchangeCall(*SENT, num_experts=4, choices=2),
+    ExpertPrefetchCall(*SENT, num_experts=4, independent=True, kernels="hopper", few_tokens=7),
     AllGatherGemmCall(*SENT, returns_rows=True, cut="columns=256 pairs=1"),
     GemmReduceScatterCall(*SENT, channel=1, scale=-0.0, replicated="a b"),
     GemmReduceScatterNormCall(*SENT, eps=1e-30, full_size_sum=True),

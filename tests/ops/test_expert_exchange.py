@@ -21,10 +21,10 @@ from weaveopt.fabrics import shm, topology
 from weaveopt.fabrics.rows_call import memory_plan
 from weaveopt.fabrics.shm import ShmArena
 from weaveopt.ops.experts.by_expert import ExpertWeights
-from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
-from weaveopt.ops.experts.sharded.library import combine
+from weaveopt.ops.experts.exchange.call import ExpertExchangeCall
+from weaveopt.ops.experts.exchange.library import combine
+from weaveopt.ops.experts.exchange.reference import reference
 from weaveopt.ops.experts.sharded.op import SITES, traffic
-from weaveopt.ops.experts.sharded.reference import reference
 from weaveopt.records.candidate import Fabric
 
 WORLDS = (1, 2, 3, 4)

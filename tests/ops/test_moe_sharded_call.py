@@ -14,7 +14,7 @@ from tests.ops.test_expert_exchange import FORMS, Form, make_call, make_inputs, 
 from tests.ranks import run_ranks
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics.rows_call import decode
-from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
+from weaveopt.ops.experts.exchange.call import ExpertExchangeCall
 from weaveopt.ops.experts.sharded.op import SITES
 from weaveopt.records.candidate import Fabric
 

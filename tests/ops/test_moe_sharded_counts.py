@@ -23,10 +23,10 @@ from weaveopt.errors import AgreementError, ArenaError, PeerTimeoutError, WeaveE
 from weaveopt.fabrics import peer as peer_arena
 from weaveopt.fabrics import shm, topology
 from weaveopt.ops.experts import gpu
+from weaveopt.ops.experts.exchange.call import ExpertExchangeCall
+from weaveopt.ops.experts.exchange.library import through_library
 from weaveopt.ops.experts.sharded import counts, op
-from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
 from weaveopt.ops.experts.sharded.counts import ExchangedCounts
-from weaveopt.ops.experts.sharded.library import through_library
 from weaveopt.ops.experts.sharded.op import CAPTURABLE, NAME
 from weaveopt.ops.experts.sharded.peer import PeerExpertExchange
 from weaveopt.records.candidate import Fabric

@@ -12,8 +12,8 @@ from torch import Tensor
 from tests.ops.test_expert_exchange import Form, Inputs, make_call, make_inputs, reserve_for
 from tests.ranks import run_ranks
 from weaveopt.errors import AgreementError, PeerTimeoutError, WeaveError
+from weaveopt.ops.experts.exchange.call import ExpertExchangeCall
 from weaveopt.ops.experts.sharded import shm as fabric
-from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
 
 TIMEOUT_S = 30.0
 

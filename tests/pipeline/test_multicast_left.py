@@ -25,7 +25,7 @@ from weaveopt.inductor import seams
 from weaveopt.pipeline import bind as binding
 from weaveopt.pipeline import context as surroundings
 from weaveopt.pipeline.agree import Agreed
-from weaveopt.pipeline.bind import lost_multicast, reserve
+from weaveopt.pipeline.bind import decides_again, reserve
 from weaveopt.preview import returning_fakes
 from weaveopt.records.candidate import Fabric, Rejection
 from weaveopt.records.memory import MemoryPlan
@@ -119,6 +119,6 @@ def test_only_an_arena_without_memory_is_not_asked_for_again(
     with fake_group(8):
         for times in (1, 2):
             why = reserve(plan, context)  # type: ignore[arg-type]
-            assert why.startswith(f"{error.__name__}: {WHY}") and lost_multicast(why) is lost
+            assert why.startswith(f"{error.__name__}: {WHY}") and decides_again(why) is lost
             assert len(asked) == (times if lost else 1)
-    assert not lost_multicast("")
+    assert not decides_again("")

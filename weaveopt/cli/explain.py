@@ -20,6 +20,7 @@ from weaveopt.wording import counted
 
 if TYPE_CHECKING:
     from weaveopt.cli.model_source import CaptureRequest, Source
+    from weaveopt.config import OptionValue
     from weaveopt.cost_model import Machine
 
 NUM_STEPS = 5
@@ -61,13 +62,15 @@ def explain(asked: ExplainArguments, on_step: Callable[[str], None] = lambda _: 
     from weaveopt.cli import layers, model_source, preview
     from weaveopt.config import resolve
 
-    options: dict[str, str | tuple[str, ...]] = {}
+    options: dict[str, OptionValue] = {}
     if asked.machine:
         options["machine"] = asked.machine
     if asked.disable:
         options["disable"] = asked.disable
     if asked.skew:
         options["skew"] = asked.skew
+    if asked.imbalance is not None:
+        options["imbalance"] = asked.imbalance
     config = resolve(options, rules=rule_names())
     machine = cost_model.load(config.machine or DEFAULT_MACHINE)
     assert asked.model is not None, "a question without MODEL is a comparison"
@@ -77,6 +80,8 @@ def explain(asked: ExplainArguments, on_step: Callable[[str], None] = lambda _: 
     source = model_source.load(asked.model)
     request = request_of(asked, source, machine)
     model_source.check(source, request)
+    if asked.own_batches:
+        config = replace(config, batch_tokens=request.tokens)
     sharding = preview.sharding(source, request)
 
     import weaveopt.preview
@@ -137,6 +142,8 @@ def request_of(asked: ExplainArguments, source: Source, machine: Machine) -> Cap
         full=asked.layers == ALL_LAYERS,
         all_logits=asked.all_logits,
         dtype=asked.dtype or "bfloat16",
+        own_batches=asked.own_batches,
+        independent=asked.independent,
     )
 
 

@@ -40,6 +40,9 @@ class CaptureRequest:
     all_logits: bool = False
     """Prefill computes the logits of every position, not of the last alone, as `generate` asks for."""
     dtype: str = "bfloat16"
+    own_batches: bool = False
+    """Every rank has its own batch; only experts are sharded."""
+    independent: bool = False
 
     @property
     def world(self) -> int:

@@ -114,6 +114,9 @@ def sharding(source: Source, request: CaptureRequest) -> str:
     """Describe how transformers shards for this request."""
     if request.world == 1:
         return "one rank, nothing sharded"
+    if request.own_batches:
+        promise = "independent" if request.independent else "called together"
+        return f"experts sharded over {request.world} ranks, each with a batch of its own, {promise}"
     what = "experts, and all else that has a plan, sharded" if request.ep else "tensor parallel"
     copies = ranks_per_key_head(source, request.world)
     assumed = f", each key head on {copies} of them (assumes weaveopt.replicated_key_heads)" if copies > 1 else ""
@@ -127,6 +130,10 @@ def _parallelism(source: Source, config: PreTrainedConfig, request: CaptureReque
     if request.world == 1:
         return None
     parallel = DistributedConfig(tp_size=request.world, tp_plan="auto")
+    if request.own_batches:
+        from weaveopt.integrations.transformers.data_parallel import DataParallelExperts
+
+        return DataParallelExperts(request.world, request.independent)
     if request.ep:
         parallel = DistributedConfig(tp_size=request.world, ep_size=request.world)
     if ranks_per_key_head(source, request.world) > 1:

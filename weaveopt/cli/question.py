@@ -35,6 +35,10 @@ class ExplainArguments:
     dtype: str | None
     disable: tuple[str, ...]
     skew: str | None
+    own_batches: bool
+    """True if every rank has its own batch, and attention is replicated."""
+    independent: bool
+    imbalance: float | None
     why: str | None
     compare: tuple[Path, Path] | None
     format: str | None
@@ -95,6 +99,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--skew",
         metavar="ROWS:EXPERTS",
         help="share of the rows of mixtures that a share of their experts gets, such as 0.5:0.125 (default: uniform)",
+    )
+    parser.add_argument(
+        "--own-batches",
+        action="store_true",
+        help="with --ep: every rank has a batch of its own, as weaveopt.DataParallelExperts places experts",
+    )
+    parser.add_argument(
+        "--independent", action="store_true", help="with --own-batches: ranks do not call the model together"
+    )
+    parser.add_argument(
+        "--imbalance",
+        type=float,
+        metavar="CV",
+        help="with --own-batches: coefficient of variation of tokens between ranks (default 0)",
     )
     parser.add_argument(
         "--full", action="store_true", help="the whole report: every reason, what would change a choice, the arena"
@@ -171,6 +189,11 @@ def _check_model(asked: ExplainArguments) -> None:
     if asked.full and (asked.why is not None or asked.form != "table"):
         words = "--why SITE" if asked.why is not None else _form_words(asked)
         raise OptionError(f"--full prints the whole report: it cannot go with {words} (--layers all: every layer)")
+    if asked.own_batches and (asked.ep is None or asked.tp is not None):
+        raise OptionError("--own-batches is of expert-parallel ranks with attention replicated: give --ep N, no --tp")
+    if not asked.own_batches and (asked.independent or asked.imbalance is not None):
+        word = "--independent" if asked.independent else "--imbalance"
+        raise OptionError(f"{word} is of ranks that hold batches of their own: give --own-batches too")
     if asked.all_logits and asked.phase == "decode":
         raise OptionError("--all-logits is of prefill: decode has one position a sequence")
     if asked.form in PICTURES:

@@ -309,18 +309,7 @@ def missing_code(device: int, arch: str) -> str:
 
 
 def _allocate(num_bytes: int, device: int) -> torch.Tensor:
-    from torch._C._distributed_c10d import _SymmetricMemory
-    from torch.distributed._symmetric_memory import get_backend
-
-    backend = get_backend(torch.device("cuda", device))
-    if backend not in (None, "CUDA"):
-        raise ArenaError(
-            f"torch's symmetric memory uses the backend {backend}, expected CUDA: leave symm_mem.set_backend() and "
-            "TORCH_SYMMMEM alone, or disable the rules that need a GPU fabric"
-        )
-    # Not symm_mem.empty(): that takes a piece of a pool, and all ranks' arenas must begin at the same place of theirs.
-    with lasting_tensors():
-        return _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, torch.device("cuda", device))
+    return symmetric.allocate((num_bytes,), (1,), torch.uint8, torch.device("cuda", device))
 
 
 def _exchange(

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from weaveopt.errors import ArenaError
+from weaveopt.fabrics.lasting import lasting_tensors
 
 _MULTICAST_OFF = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
@@ -76,6 +77,24 @@ def multicast_pointer(handle: Handle) -> int:
 
 def _multicast_is_off() -> bool:
     return os.environ.get(_MULTICAST_OFF, "0") != "0"
+
+
+def allocate(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A tensor in memory of its own that a rendezvous maps on peers. Raises `ArenaError` for another backend."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch.distributed._symmetric_memory import get_backend
+
+    backend = get_backend(device)
+    if backend not in (None, "CUDA"):
+        raise ArenaError(
+            f"torch's symmetric memory uses the backend {backend}, expected CUDA: leave symm_mem.set_backend() and "
+            "TORCH_SYMMMEM alone, or disable the rules that need a GPU fabric"
+        )
+    # Not symm_mem.empty(): that takes a piece of a pool, and all ranks' arenas must begin at the same place of theirs.
+    with lasting_tensors():
+        return _SymmetricMemory.empty_strided_p2p(shape, strides, dtype, device)
 
 
 RENDEZVOUS_S = 60.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from weaveopt.cost_model.exchange import OWN_BATCH_TOKENS, ShardedMixture
+from weaveopt.cost_model.exchange import ShardedMixture
 from weaveopt.cost_model.mixture import Mixture
 from weaveopt.graph.pattern import tensor_of
 
@@ -30,6 +30,8 @@ class Exchange:
     gated: bool
     same_tokens: bool
     """True if all ranks have the same number of tokens, and so the same graph."""
+    independent: bool
+    """True if ranks promise no common calls."""
 
 
 def exchange_of(node: fx.Node) -> Exchange | None:
@@ -45,8 +47,7 @@ def exchange_of(node: fx.Node) -> Exchange | None:
 
 
 def sharded_of(node: fx.Node, exchange: Exchange) -> ShardedMixture:
-    """Read the mixture that the call computes. A symbolic token count is replaced by its hint; if ranks hold
-    different batches, by `OWN_BATCH_TOKENS`, so that all ranks see the same."""
+    """Read the mixture that the call computes; a symbolic token count is replaced by its hint."""
     shapes = []
     for at in (1, 3, 5):
         argument = node.args[at]
@@ -55,7 +56,7 @@ def sharded_of(node: fx.Node, exchange: Exchange) -> ShardedMixture:
         shapes.append([size if isinstance(size, int) else int(size.node.hint or 1) for size in value.shape])
     (tokens, choices), _, (_, _, width) = shapes
     of_rank = Mixture(
-        tokens=tokens if exchange.same_tokens else OWN_BATCH_TOKENS,
+        tokens=tokens,
         choices=choices,
         experts=exchange.num_experts,
         hidden=exchange.hidden,

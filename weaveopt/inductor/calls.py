@@ -13,7 +13,15 @@ import torch.fx as fx
 
 from weaveopt import cost_model
 from weaveopt.cost_model import Attention, Gemm, Machine
-from weaveopt.cost_model.exchange import ShardedMixture, experts_us, library_exchange_us, library_kernels_us
+from weaveopt.cost_model.exchange import (
+    ShardedMixture,
+    experts_us,
+    library_exchange_us,
+    library_kernels_us,
+    of_last_rank,
+    waiting_us,
+)
+from weaveopt.cost_model.prefetch import pulled_us
 from weaveopt.fabrics.topology import Topology
 from weaveopt.graph.exchange import Exchange, exchange_of, sharded_of
 from weaveopt.graph.facts import group_of
@@ -166,15 +174,34 @@ class ExchangeCall:
     hosts: int
     grows: bool = False
     name: str = MEMORY
+    window: Window | None = None
+    """Work before the call, of ranks that hold batches of their own."""
 
     def us(self, machine: Machine, ratio: float) -> float:
         sharded = replace(self.sharded, skew=machine.skew)
         if self.grows:
             sharded = sharded.with_tokens(max(round(sharded.of_rank.tokens * ratio), 1))
-        computed = experts_us(machine, sharded) + library_kernels_us(machine, sharded)
+        waiting = 0.0
+        if self.window is not None:
+            sharded = sharded.with_tokens(machine.batch_tokens)
+            waiting = waiting_us(machine, sharded.world, self.window.us(machine, machine.batch_tokens))
+        last = sharded if self.window is None else of_last_rank(machine, sharded)
+        computed = experts_us(machine, sharded) + library_kernels_us(machine, last) + waiting
         # Who asks multiplies by the ranks that share a core; what was measured of collectives has that in it.
         slowdown = machine.oversubscription(sharded.world, self.hosts)
-        return computed + library_exchange_us(machine, sharded, self.hosts) / slowdown
+        return computed + library_exchange_us(machine, last, self.hosts) / slowdown
+
+
+@dataclass(frozen=True)
+class PullCall:
+    """A mixture whose ranks are independent: each pulls the experts that it lacks, and computes."""
+
+    sharded: ShardedMixture
+    name: str = MEMORY
+
+    def us(self, machine: Machine, ratio: float) -> float:
+        sharded = replace(self.sharded, skew=machine.skew).with_tokens(machine.batch_tokens)
+        return pulled_us(machine, sharded)
 
 
 def call_of(node: fx.Node, topologies: Mapping[str, Topology], tokens: int = 0) -> Call:
@@ -269,7 +296,38 @@ def _collective(node: fx.Node, topologies: Mapping[str, Topology], tokens: int) 
     return CollectiveCall(kind, sum(map(bytes_of, values)), known.world, known.num_hosts, grows)
 
 
-def _exchange(node: fx.Node, call: Exchange, topologies: Mapping[str, Topology], tokens: int) -> ExchangeCall:
+def _exchange(
+    node: fx.Node, call: Exchange, topologies: Mapping[str, Topology], tokens: int
+) -> ExchangeCall | PullCall:
     known, [value] = topologies.get(call.group), tensors_of(node)
+    sharded = sharded_of(node, call)
+    if call.independent:
+        return PullCall(sharded)
     grows = call.same_tokens and has_rows(value, tokens)
-    return ExchangeCall(sharded_of(node, call), 1 if known is None else known.num_hosts, grows)
+    window = None if call.same_tokens else window_of(node, topologies)
+    return ExchangeCall(sharded, 1 if known is None else known.num_hosts, grows, window=window)
+
+
+@dataclass(frozen=True)
+class Window:
+    """GEMMs and attention of a graph between two exchanges of experts, on this rank's own tokens."""
+
+    calls: tuple[Call, ...]
+    tokens: int
+    """Tokens in the captured graph."""
+
+    def us(self, machine: Machine, tokens: int) -> float:
+        """Microseconds with so many tokens of a rank."""
+        ratio = tokens / max(self.tokens, 1)
+        return sum(call.us(machine, ratio) for call in self.calls)
+
+
+def window_of(node: fx.Node, topologies: Mapping[str, Topology]) -> Window:
+    """Work between the exchange before `node` and `node`; memory-bound kernels are left out."""
+    [value] = tensors_of(node)
+    calls, tokens, each = [], shape_of(value)[0], node.prev
+    while each.op != "root" and exchange_of(each) is None:
+        if each.op == "call_function" and kind_of(each.target) in (GEMM, ATTENTION):
+            calls.append(call_of(each, topologies, tokens))
+        each = each.prev
+    return Window(tuple(reversed(calls)), tokens)

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from weaveopt.errors import AgreementError, ArenaError, MulticastError, WeaveError
-from weaveopt.fabrics import topology
+from weaveopt.errors import AgreementError, ArenaError, ExportError, MulticastError, WeaveError
+from weaveopt.fabrics import exported, topology
 from weaveopt.fabrics.arena import transport
 from weaveopt.pipeline.agree import Agreed
 from weaveopt.pipeline.decide import DecidedGraph
@@ -40,6 +40,7 @@ def bind(agreed: Agreed, why: str, context: Context) -> str:
     """
     # A rank that has no arena in one group still takes part in the next: the others wait for it there.
     failures = [reserve(plan, context) for plan in agreed.planned.plans if not context.topologies[plan.group].fake]
+    failures += [share(group, context) for group in agreed.planned.exporting if not context.topologies[group].fake]
     return shared_reason(agreed, why or next((failure for failure in failures if failure), ""), context)
 
 
@@ -93,10 +94,23 @@ def reserve(plan: MemoryPlan, context: Context) -> str:
     return ""
 
 
-def lost_multicast(why: str) -> bool:
-    """True if `bind` said so because a group left NVLink multicast: deciding again finds what is next best. The same
-    on all ranks that bound together."""
-    return why.startswith(MulticastError.__name__)
+def share(group: str, context: Context) -> str:
+    """Share the weights of the group that peers read, once; returns the reason if that cannot be, the same on all its
+    ranks, else empty."""
+    if exported.is_shared(group):
+        return ""
+    try:
+        with unset_fake_temporarily():
+            exported.share(group, context.config.compile_timeout_s)
+    except ExportError as error:
+        return _named(error)
+    return ""
+
+
+def decides_again(why: str) -> bool:
+    """True if `bind` said so because a group left NVLink multicast, or cannot share its weights: deciding again finds
+    what is next best. The same on all ranks that bound together."""
+    return why.startswith((MulticastError.__name__, ExportError.__name__))
 
 
 def _named(error: WeaveError) -> str:

@@ -40,11 +40,12 @@ def context(captured: CapturedGraph, config: Config, known: Known | None = None)
     """
     if known is not None:
         groups = dict.fromkeys(groups_of(captured), known.topology.restricted(config.fabrics))
-        return GraphContext(Context(config, _routed(known.machine, config), groups))
+        return GraphContext(Context(config, _routed(known.machine, config), groups, phase=captured.phase))
     topologies = _topologies(captured, config)
     choice = machine_for(config, topologies, captured)
     machine = _routed(choice.machine, config)
-    return GraphContext(Context(config, machine, topologies, _not_measured(choice)), choice.stands_in_for)
+    found = Context(config, machine, topologies, _not_measured(choice), captured.phase)
+    return GraphContext(found, choice.stands_in_for)
 
 
 def groups_of(captured: CapturedGraph) -> tuple[str, ...]:
@@ -75,8 +76,12 @@ def _topologies(captured: CapturedGraph, config: Config) -> dict[str, Topology]:
 
 
 def _routed(machine: Machine, config: Config) -> Machine:
-    """The machine, with the spread of choices over experts that the options name."""
-    return machine if config.skew is None else replace(machine, skew=Skew.parse(config.skew))
+    """The machine, with the options' spread of choices over experts, and of tokens over ranks."""
+    skew = machine.skew if config.skew is None else Skew.parse(config.skew)
+    assumed = (skew, config.batch_tokens, config.imbalance)
+    if assumed == (machine.skew, machine.batch_tokens, machine.imbalance):
+        return machine
+    return replace(machine, skew=skew, batch_tokens=config.batch_tokens, imbalance=config.imbalance)
 
 
 def _not_measured(choice: Choice) -> Rejection | None:

@@ -23,6 +23,8 @@ class Planned:
     """One for every process group with a rewritten site that needs memory."""
     placements: Mapping[str, Placement]
     """Placement of each rewritten site, by site id, and of what a variant needs for itself."""
+    exporting: tuple[str, ...] = ()
+    """Groups whose ranks read weights in each other's memory, sorted."""
 
     def of_variant(self, captured: CapturedGraph) -> dict[str, Placement]:
         """Placement of the variant's own memory, by group."""
@@ -44,11 +46,16 @@ def plan(decided: DecidedGraph, rules: RuleSet, context: Context) -> Planned:
     has them from every call on that may run after its writer.
     """
     needs: dict[str, list[Need]] = {}
+    exporting: set[str] = set()
     for chosen in decided.chosen:
         memory = rules.named(chosen.proposal.candidate.choice).memory(chosen, context)
         if memory is not None:
             groups = chosen.found.site.groups
             assert len(groups) == 1, f"{chosen.found.site.id}: memory of {len(groups)} groups"
+            if memory.reads_exported:
+                exporting.update(groups)
+                if not memory.buffers:
+                    continue
             fabric = chosen.proposal.candidate.fabric
             needs.setdefault(groups[0], []).append(Need(chosen.found.site.id, chosen.found.nodes, fabric, memory))
     captured = decided.priced.captured
@@ -64,7 +71,7 @@ def plan(decided: DecidedGraph, rules: RuleSet, context: Context) -> Planned:
         channels = {channel.name: channel.index for channel in planned.channels}
         for need in rows:
             placements[need.owner] = Placement(planned.of_site(need.owner), channels[need.memory.channel])
-    return Planned(tuple(plans), placements)
+    return Planned(tuple(plans), placements, tuple(sorted(exporting)))
 
 
 @dataclass(frozen=True)

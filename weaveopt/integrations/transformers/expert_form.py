@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from weaveopt.errors import WeaveError
 from weaveopt.ops.experts.activation import Activation, computing
-from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
+from weaveopt.ops.experts.exchange.call import ExpertExchangeCall
 from weaveopt.records.candidate import Fabric
 
 Tensor = torch.Tensor
@@ -24,7 +24,14 @@ _TOLERANCE = 1e-5
 
 
 def call_of(
-    act: Activation, group: str, world: int, hidden: int, dtype: str, num_experts: int, same_tokens: bool = False
+    act: Activation,
+    group: str,
+    world: int,
+    hidden: int,
+    dtype: str,
+    num_experts: int,
+    same_tokens: bool = False,
+    independent: bool = False,
 ) -> ExpertExchangeCall:
     """Through the library: a rule puts a fabric and its memory in."""
     return ExpertExchangeCall(
@@ -43,6 +50,7 @@ def call_of(
         alpha=act.alpha,
         limit=act.limit,
         same_tokens=same_tokens,
+        independent=independent,
     )
 
 

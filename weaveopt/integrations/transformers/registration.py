@@ -10,18 +10,19 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-NAME = "weave"
+NAME, INDEPENDENT = "weave", "weave_independent"
 MODULE = "transformers.distributed.expert_parallel"
 """Module that contains the registry in transformers 5.23 and later."""
 
 
 def register() -> None:
-    """Registers the implementation. Imports transformers; raises `ImportError` where that has no registry."""
+    """Registers the implementations. Imports transformers; raises `ImportError` where that has no registry."""
     from transformers.distributed.expert_parallel import EPImplementationInterface
 
-    from weaveopt.integrations.transformers.expert_exchange import ExpertExchange
+    from weaveopt.integrations.transformers.expert_exchange import ExpertExchange, IndependentExperts
 
     EPImplementationInterface.register(NAME, ExpertExchange)
+    EPImplementationInterface.register(INDEPENDENT, IndependentExperts)
 
 
 def register_when_imported() -> None:

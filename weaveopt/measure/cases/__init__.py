@@ -10,6 +10,7 @@ from weaveopt.measure.cases.collectives import Collectives
 from weaveopt.measure.cases.copies import Copies
 from weaveopt.measure.cases.experts.fused import ExpertKernels
 from weaveopt.measure.cases.experts.grouped_gemm import GroupedGemms
+from weaveopt.measure.cases.experts.reads import ExpertReads
 from weaveopt.measure.cases.experts.sharded import ShardedKernels
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.cases.gemm import Gemms
@@ -51,6 +52,7 @@ FAMILIES: tuple[type[Family], ...] = (
     NormedTiles,
     PushedGathers,
     ShardedKernels,
+    ExpertReads,
 )
 """Families measured within a host. On several hosts, CPU ranks measure `HostExchanges` and the link, and GPUs
 `GpuHosts`."""

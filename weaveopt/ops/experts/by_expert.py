@@ -85,7 +85,7 @@ def through_experts(
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """`out = rows @ weight.T + bias`, summed in fp32."""
-    if rows.dtype is torch.float32 or len(rows) <= WIDEN_ROWS or has_gemm(rows.dtype):
+    if rows.dtype is torch.float32 or len(rows) <= WIDEN_ROWS or not rows.is_cpu or has_gemm(rows.dtype):
         if bias is None:
             torch.mm(rows, weight.T, out=out)
         else:

@@ -64,7 +64,7 @@ def _moe_experts(
 ) -> Tensor:
     operands = ExpertOperands(x, experts, weights, gate_up, gate_up_bias, down, down_bias)
     with torch._C._AutoDispatchBelowAutograd():
-        return _on_gpu(operands, decode(call)) if x.is_cuda else on_cpu(operands, decode(call))
+        return on_gpu(operands, decode(call)) if x.is_cuda else on_cpu(operands, decode(call))
 
 
 def _moe_experts_of_ranges(
@@ -79,11 +79,11 @@ def _moe_experts_of_ranges(
 ) -> Tensor:
     operands = ExpertOperands(x, experts, weights, joined(gate_up), gate_up_bias, joined(down), down_bias)
     with torch._C._AutoDispatchBelowAutograd():
-        return _on_gpu(operands, decode(call)) if x.is_cuda else on_cpu(operands, decode(call))
+        return on_gpu(operands, decode(call)) if x.is_cuda else on_cpu(operands, decode(call))
 
 
-def _on_gpu(operands: ExpertOperands, call: ExpertsCall) -> torch.Tensor:
-    """`weave::moe_experts` on a GPU."""
+def on_gpu(operands: ExpertOperands, call: ExpertsCall) -> torch.Tensor:
+    """`weave::moe_experts` on a GPU, by the kernels that the call names for its tokens."""
     shape = checked_shape(operands, call)
     if not gpu.has_kernels(operands, shape):
         return plain(operands, call)

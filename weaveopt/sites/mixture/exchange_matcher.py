@@ -4,7 +4,7 @@
 
 The operation is part of the graphs of models with `ep_implementation="weave"`, and runs through the library there.
 Ranks with different batches compile graphs of other sizes, at other times, and cannot compare them: such a site is
-priced for `OWN_BATCH_TOKENS` tokens on every rank, whatever this one has, so that all come to the same decision.
+priced for the option `batch_tokens` on every rank, whatever this one has, so that all come to the same decision.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class ExchangeFacts:
     dtype: str
     same_tokens: bool
     """True if all ranks have the same number of tokens, and so the same graph."""
+    independent: bool = False
+    """True if ranks promise no common calls."""
 
     def values(self) -> Values:
         return values_of(self)
@@ -80,11 +82,15 @@ def _found(node: fx.Node, exchange: Exchange, context: Context) -> FoundSite:
     facts = ExchangeFacts(
         exchange.group, exchange.world, topology.num_hosts, of_rank.hidden, of_rank.width, of_rank.experts,
         round(of_rank.choices), exchange.activation, exchange.gated, exchange.dtype, exchange.same_tokens,
+        exchange.independent,
     )  # fmt: skip
     batches = "" if exchange.same_tokens else ", batches of their own"
+    if exchange.independent:
+        batches = ", independent ranks"
     text = f"exchange({facts.choices} of {facts.world} x {facts.experts} experts, {facts.activation}{batches})"
     if not exchange.same_tokens:
-        tokens = TokenCounts(of_rank.tokens, most=max(of_rank.tokens, context.config.max_tokens))
+        planned = context.machine.batch_tokens
+        tokens = TokenCounts(planned, most=max(planned, context.config.max_tokens))
         site = _site(node, exchange, text, tokens, facts.values(), ())
         return FoundSite(site, frozenset((node,)), facts, node)
     value = tensor_of(node)
@@ -113,3 +119,14 @@ def _site(
         facts=facts,
         rejections=rejections,
     )
+
+
+def is_transposed(node: fx.Node) -> bool:
+    """True if the first weight is stored as `[experts, in, out]`."""
+    weight = node.args[3]
+    value = tensor_of(weight) if isinstance(weight, fx.Node) else None
+    if value is None:
+        return False
+    # A symbol is no answer, and to ask for one would be a guard.
+    of_row, of_depth = (stride if isinstance(stride, int) else 0 for stride in value.stride()[1:])
+    return of_row == 1 != of_depth

@@ -20,7 +20,7 @@ from weaveopt.measure.draft import Draft
 from weaveopt.measure.fit import never_falling
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import CalibrationSession, Rows
-from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
+from weaveopt.ops.experts.exchange.call import ExpertExchangeCall
 from weaveopt.ops.experts.sharded.op import NAME, SITES
 from weaveopt.ops.experts.sharded.peer import PeerExpertExchange
 from weaveopt.records.candidate import Fabric

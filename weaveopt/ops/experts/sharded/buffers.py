@@ -6,7 +6,7 @@ from typing import Protocol
 
 from weaveopt.errors import ArenaError, WeaveError
 from weaveopt.fabrics.traits import TRAITS
-from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
+from weaveopt.ops.experts.exchange.call import ExpertExchangeCall
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, Lifetime, PlacedBuffer
 from weaveopt.records.site import DTYPE_BYTES

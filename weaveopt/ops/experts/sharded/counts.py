@@ -17,7 +17,7 @@ from weaveopt.fabrics.rows_call import memory_plan
 from weaveopt.fabrics.shm_calls import Caller, failure, tag_of
 from weaveopt.fabrics.topology import Topology
 from weaveopt.fabrics.traits import TRAITS
-from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
+from weaveopt.ops.experts.exchange.call import ExpertExchangeCall
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, Lifetime
 from weaveopt.wording import counted

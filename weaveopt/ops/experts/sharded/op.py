@@ -16,7 +16,8 @@ the experts begin with this rank's own rows, and their results go into this rank
 order of FlashDMoE, section 3.2, without its kernel): bitwise the same from run to run. Ranks that hold batches of their
 own (`same_tokens` is false) reserve the memory together in their first call. On `peer` the same is done by kernels
 (`peer.py`). Where a rank has more tokens than `call.max_tokens`, or with fabric `library`, all ranks use the group's
-all-to-all. All take the derivative through the library.
+all-to-all. All take the derivative through the library. Independent ranks (`independent`) pull the experts that they
+lack instead (`weaveopt/ops/experts/exchange/pulled.py`): nobody waits, and there is no derivative.
 
 The library's exchange waits for the device, and ranks with batches of their own ask each other's hosts for their
 counts: no CUDA graph can hold either, and Inductor leaves `expert_exchange` out of its graphs. The overload
@@ -43,9 +44,10 @@ from weaveopt.fabrics import topology
 from weaveopt.fabrics.arena import transport
 from weaveopt.fabrics.rows_call import BoundCalls, decode, memory_plan
 from weaveopt.ops.experts.by_expert import ExpertWeights
+from weaveopt.ops.experts.exchange.call import ARGUMENTS, ExpertExchangeCall, RowTraffic, check
+from weaveopt.ops.experts.exchange.library import derivative, through_library
+from weaveopt.ops.experts.exchange.pulled import no_derivative, pulled
 from weaveopt.ops.experts.sharded import counts
-from weaveopt.ops.experts.sharded.call import ExpertExchangeCall, RowTraffic, check
-from weaveopt.ops.experts.sharded.library import derivative, through_library
 from weaveopt.ops.experts.sharded.peer import PeerExpertExchange
 from weaveopt.ops.experts.sharded.shm import ShmExpertExchange
 from weaveopt.records.candidate import Fabric
@@ -120,6 +122,10 @@ def traffic(call: str, device: str = "cpu") -> RowTraffic | None:
 def _run(device: str, x: Tensor, experts: Tensor, weights: Tensor, *rest: Any) -> Tensor:
     operands, call = ExpertWeights(*rest[:-1]), rest[-1]
     decoded = decode(ExpertExchangeCall, call)
+    if decoded.independent:
+        _expect_no_capture(device, decoded, "its ranks are independent, and pull what they lack through the host")
+        with torch._C._AutoDispatchBelowAutograd():
+            return pulled(x, experts, weights, operands, decoded)
     if not decoded.same_tokens:
         # Before ranks synchronize for it: one that captures a graph cannot take part.
         _expect_no_capture(device, decoded, "its ranks hold batches of their own, and exchange their sizes")
@@ -137,6 +143,8 @@ def _run(device: str, x: Tensor, experts: Tensor, weights: Tensor, *rest: Any) -
 
 def _run_backward(device: str, grad: Tensor, x: Tensor, experts: Tensor, weights: Tensor, *rest: Any) -> list[Tensor]:
     operands, call = ExpertWeights(*rest[:-1]), decode(ExpertExchangeCall, rest[-1])
+    if call.independent:
+        raise no_derivative(call)
     _expect_no_capture(device, call, "its derivative goes through the process group's all-to-all")
     return list(derivative(grad, x, experts, weights, operands, call))
 
@@ -223,19 +231,15 @@ def _fake_backward(
 
 
 _library = torch.library.Library("weave", "FRAGMENT")
-_ARGUMENTS = (
-    "Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, "
-    "str call"
-)
 # Any strides are taken, so Inductor need not copy inputs into the ones that were traced.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
 """Keeps an operation out of CUDA graphs; not every version of torch has it."""
 _NO_CAPTURE = _TAGS if _UNSAFE is None else (*_TAGS, _UNSAFE)
 _BACKWARD = f"{NAME}_backward"
-_library.define(f"{NAME}({_ARGUMENTS}) -> Tensor", tags=_NO_CAPTURE)
-_library.define(f"{CAPTURABLE}({_ARGUMENTS}) -> Tensor", tags=_TAGS)
-_library.define(f"{_BACKWARD}(Tensor grad, {_ARGUMENTS}) -> Tensor[]", tags=_NO_CAPTURE)
+_library.define(f"{NAME}({ARGUMENTS}) -> Tensor", tags=_NO_CAPTURE)
+_library.define(f"{CAPTURABLE}({ARGUMENTS}) -> Tensor", tags=_TAGS)
+_library.define(f"{_BACKWARD}(Tensor grad, {ARGUMENTS}) -> Tensor[]", tags=_NO_CAPTURE)
 for _name, _function in ((NAME, _run), (CAPTURABLE, _run), (_BACKWARD, _run_backward)):
     for _device in ("cpu", "cuda"):
         _library.impl(_name, functools.partial(_function, _device), _device.upper())

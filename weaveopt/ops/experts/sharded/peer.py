@@ -28,11 +28,11 @@ from weaveopt.fabrics.traits import TRAITS
 from weaveopt.ops.experts import gpu, hopper
 from weaveopt.ops.experts.by_expert import ExpertWeights
 from weaveopt.ops.experts.call import ExpertsCall, ExpertsKernel
+from weaveopt.ops.experts.exchange.call import ExpertExchangeCall, RowTraffic, check
 from weaveopt.ops.experts.gpu import MAX_CHOICES, MAX_EXPERTS
 from weaveopt.ops.experts.plan import plan
 from weaveopt.ops.experts.shapes import ExpertOperands, ExpertsShape
 from weaveopt.ops.experts.sharded.buffers import needed, placed
-from weaveopt.ops.experts.sharded.call import ExpertExchangeCall, RowTraffic, check
 from weaveopt.ops.experts.sharded.counts import ExchangedCounts
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer

@@ -10,9 +10,9 @@ from weaveopt.errors import ArenaError
 from weaveopt.fabrics import shm
 from weaveopt.fabrics.shm_calls import Caller, failure, tag_of
 from weaveopt.ops.experts.by_expert import ExpertWeights
+from weaveopt.ops.experts.exchange.call import ExpertExchangeCall, RowTraffic, check
+from weaveopt.ops.experts.exchange.local_experts import expert_rows
 from weaveopt.ops.experts.sharded.buffers import needed, placed
-from weaveopt.ops.experts.sharded.call import ExpertExchangeCall, RowTraffic, check
-from weaveopt.ops.experts.sharded.local_experts import expert_rows
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer
 from weaveopt.wording import counted

@@ -1,4 +1,4 @@
-"""Reference of `expert_exchange` in one process that has all ranks' tokens and experts."""
+"""Reference of a mixture whose experts are spread over ranks, in one process that has all of them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from weaveopt.ops.experts.by_expert import ExpertWeights
-from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
-from weaveopt.ops.experts.sharded.library import combine
-from weaveopt.ops.experts.sharded.local_experts import expert_rows
+from weaveopt.ops.experts.exchange.call import SpreadExpertsCall
+from weaveopt.ops.experts.exchange.library import combine
+from weaveopt.ops.experts.exchange.local_experts import expert_rows
 
 Tensor = torch.Tensor
 
@@ -19,15 +19,16 @@ def reference(
     experts: Sequence[Tensor],
     weights: Sequence[Tensor],
     operands: Sequence[ExpertWeights],
-    call: ExpertExchangeCall,
+    call: SpreadExpertsCall,
 ) -> list[Tensor]:
     """Result [tokens, hidden] of every rank, from all ranks' arguments."""
-    return [_of_rank(*mine, operands, call) for mine in zip(x, experts, weights, strict=True)]
+    return [reference_of_rank(*mine, operands, call) for mine in zip(x, experts, weights, strict=True)]
 
 
-def _of_rank(
-    x: Tensor, experts: Tensor, weights: Tensor, operands: Sequence[ExpertWeights], call: ExpertExchangeCall
+def reference_of_rank(
+    x: Tensor, experts: Tensor, weights: Tensor, operands: Sequence[ExpertWeights], call: SpreadExpertsCall
 ) -> Tensor:
+    """Result [tokens, hidden] for one rank's tokens; `operands` are the experts of every rank."""
     by_choice = x.new_zeros(*experts.shape, call.hidden)
     for expert in range(call.world * call.num_experts):
         token, choice = (experts == expert).nonzero(as_tuple=True)

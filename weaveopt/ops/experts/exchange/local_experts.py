@@ -8,13 +8,13 @@ import torch
 from torch.nn import functional
 
 from weaveopt.ops.experts.by_expert import ExpertWeights, RowRange, ranges_of, through_experts
-from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
+from weaveopt.ops.experts.exchange.call import SpreadExpertsCall
 
 Tensor = torch.Tensor
 
 
 def expert_rows(
-    x: Tensor, experts: Tensor, operands: ExpertWeights, call: ExpertExchangeCall, differentiable: bool = False
+    x: Tensor, experts: Tensor, operands: ExpertWeights, call: SpreadExpertsCall, differentiable: bool = False
 ) -> Tensor:
     """Applies expert `experts[r]` to `x[r]`: [rows, hidden] in the dtype of `x`, rounded after each GEMM.
 
@@ -26,7 +26,7 @@ def expert_rows(
     return _in_parts(x, ranges, operands, call)
 
 
-def _in_parts(x: Tensor, ranges: Sequence[RowRange], operands: ExpertWeights, call: ExpertExchangeCall) -> Tensor:
+def _in_parts(x: Tensor, ranges: Sequence[RowRange], operands: ExpertWeights, call: SpreadExpertsCall) -> Tensor:
     """Differentiable, for no rows too."""
     parts = [_one_expert(x[each.first : each.end], each.expert, operands, call) for each in ranges]
     if not parts:
@@ -34,7 +34,7 @@ def _in_parts(x: Tensor, ranges: Sequence[RowRange], operands: ExpertWeights, ca
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _one_expert(x: Tensor, expert: int, operands: ExpertWeights, call: ExpertExchangeCall) -> Tensor:
+def _one_expert(x: Tensor, expert: int, operands: ExpertWeights, call: SpreadExpertsCall) -> Tensor:
     gate_up_bias = None if operands.gate_up_bias is None else operands.gate_up_bias[expert]
     down_bias = None if operands.down_bias is None else operands.down_bias[expert]
     inner = call.act(functional.linear(x, operands.gate_up[expert], gate_up_bias))

@@ -1,4 +1,4 @@
-"""Constants over the calls of an `expert_exchange`, the check that operands fit them, and the rows that they moved."""
+"""Calls of mixtures whose experts are spread over ranks: their constants, their arguments and the check of these."""
 
 from __future__ import annotations
 
@@ -17,8 +17,15 @@ from weaveopt.ops.experts.call import ExpertsKernel
 Tensor = torch.Tensor
 
 
+ARGUMENTS = (
+    "Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, "
+    "str call"
+)
+"""Arguments, in torch's schema language, of every operation on such a mixture."""
+
+
 @dataclass(frozen=True)
-class ExpertExchangeCall(RowsCall):
+class SpreadExpertsCall(RowsCall):
     """`hidden` are the elements of a token, `max_tokens` the tokens of one rank, not of all together."""
 
     num_experts: int = 0
@@ -36,6 +43,19 @@ class ExpertExchangeCall(RowsCall):
     same_tokens: bool = False
     """True if all ranks have equally many tokens in every call, so that they compile the same graph. Otherwise they
     agree on a call, and reserve its memory, when they make it first."""
+    independent: bool = False
+    """True if ranks promise no common calls: no rank may wait for another one, so tokens stay where they are."""
+
+    @property
+    def act(self) -> Activation:
+        """Activation between the two GEMMs."""
+        return Activation(self.activation, self.gated, self.interleaved, self.alpha, self.limit)
+
+
+@dataclass(frozen=True)
+class ExpertExchangeCall(SpreadExpertsCall):
+    """The call of `weave::expert_exchange`."""
+
     arena_bytes: int = 0
     """Least bytes of the arena, if it is reserved in the first call."""
     batches: int = 2
@@ -50,11 +70,6 @@ class ExpertExchangeCall(RowsCall):
         """Whose kernels run for so many tokens of a rank."""
         return ExpertsKernel.TRITON.value if tokens <= self.few_tokens else self.kernels
 
-    @property
-    def act(self) -> Activation:
-        """Activation between the two GEMMs."""
-        return Activation(self.activation, self.gated, self.interleaved, self.alpha, self.limit)
-
     def sources(self) -> Iterator[tuple[int, int]]:
         """The parts: each a range of source ranks, counted from this one."""
         parts = min(self.batches, self.world)
@@ -67,7 +82,7 @@ class ExpertExchangeCall(RowsCall):
             yield 1 + others * part // (parts - 1), 1 + others * (part + 1) // (parts - 1)
 
 
-def check(x: Tensor, experts: Tensor, weights: Tensor, operands: ExpertWeights, call: ExpertExchangeCall) -> None:
+def check(x: Tensor, experts: Tensor, weights: Tensor, operands: ExpertWeights, call: SpreadExpertsCall) -> None:
     """Raises `WeaveError` for shapes and dtypes that do not fit together."""
     count, gates = call.num_experts, operands.gate_up.shape[1]
     inner = gates // 2 if call.gated else gates

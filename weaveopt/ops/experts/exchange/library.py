@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from weaveopt.ops.experts.by_expert import ExpertWeights
-from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
-from weaveopt.ops.experts.sharded.local_experts import expert_rows
+from weaveopt.ops.experts.exchange.call import ExpertExchangeCall
+from weaveopt.ops.experts.exchange.local_experts import expert_rows
 
 Tensor = torch.Tensor
 _c10d = torch.ops._c10d_functional

@@ -1,0 +1,37 @@
+"""Constants over the calls of an `expert_prefetch`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+
+from weaveopt.ops.experts.call import ExpertsCall, ExpertsKernel
+from weaveopt.ops.experts.exchange.call import SpreadExpertsCall
+
+
+class PrefetchForm(StrEnum):
+    """How experts of other ranks come to the kernels."""
+
+    IN_PLACE = "in_place"
+    """Kernels read the chosen ones where they are stored."""
+
+
+@dataclass(frozen=True)
+class ExpertPrefetchCall(SpreadExpertsCall):
+    """The call of `weave::expert_prefetch`. Every rank may have its own: nobody compares it."""
+
+    form: str = PrefetchForm.IN_PLACE
+    """A word of `PrefetchForm`."""
+    kernels: str = ExpertsKernel.TRITON
+    """The experts' kernels on GPUs, a word of `ExpertsKernel`."""
+    few_tokens: int = 0
+    """Largest token count of a rank for which Triton's kernels run, whatever `kernels` are."""
+
+
+@cache
+def experts_call(call: ExpertPrefetchCall) -> ExpertsCall:
+    """Call of the experts' kernels, which have the weights of all ranks."""
+    act, few = call.act, call.few_tokens
+    table = ((few, ExpertsKernel.TRITON.value),) if few else ()
+    return ExpertsCall(act.name, act.gated, act.interleaved, act.alpha, act.limit, call.kernels, table)

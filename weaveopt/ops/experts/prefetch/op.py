@@ -1,0 +1,100 @@
+"""`weave::expert_prefetch`: a mixture whose experts are spread over ranks, computed by each rank for its own tokens.
+
+    all_gate_up, all_down = cat(gate_up of all ranks), cat(down of all ranks)           # as views, not copied
+    for t, j: e = experts[t, j]
+        row[t, j] = act(x[t] @ all_gate_up[e].T + bias[e]) @ all_down[e].T + bias[e]    # in x's dtype
+    y[t] = sum over j of weights[t, j] * row[t, j]                                      # in fp32, rounded once
+
+Arguments are those of `weave::expert_exchange`: `x` [tokens, hidden] in bf16, fp16 or fp32, this rank's own tokens, any
+number of them, none included; `experts` [tokens, choices] int64, ids over all ranks (an id of no expert contributes
+nothing); `weights` [tokens, choices] of any dtype; `gate_up` [num_experts, N, hidden], `down` [num_experts, hidden, N
+or N / 2] and their biases are this rank's experts in x's dtype, of any strides, and have to be the tensors that
+`weaveopt.fabrics.exported` shared. `call` is an encoded `ExpertPrefetchCall`. The result is [tokens, hidden] in x's
+dtype, bitwise the same from call to call and whatever the other ranks do.
+
+The operation is pure and waits for nobody: a rank that is stopped, or was killed, is still read (DWDP, section 2).
+Form `in_place`: the kernels of `weave::moe_experts.ranges` take one range of experts for each rank (section 4.2, no
+merge copy), and read only experts that were chosen; CPU ranks in shared memory, GPUs over the link, once for each tile
+of an expert's rows. On GPUs nothing waits for the device, and a CUDA graph may hold the call.
+
+Raises `ExportError` if a weight was not shared, or its storage is another one since; `WeaveError` for operands that do
+not fit together, and in its derivative: peers read the weights at any time, so nobody may train them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weaveopt.fabrics import exported
+from weaveopt.fabrics.rows_call import decode
+from weaveopt.ops.experts.by_expert import ExpertWeights
+from weaveopt.ops.experts.exchange.call import ARGUMENTS, check
+from weaveopt.ops.experts.exchange.pulled import no_derivative
+from weaveopt.ops.experts.expert_ranges import joined
+from weaveopt.ops.experts.library import on_cpu
+from weaveopt.ops.experts.op import on_gpu
+from weaveopt.ops.experts.prefetch.call import ExpertPrefetchCall, experts_call
+from weaveopt.ops.experts.shapes import ExpertOperands
+
+Tensor = torch.Tensor
+NAME = "expert_prefetch"
+
+
+def _run(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    call: str,
+) -> Tensor:
+    decoded = decode(ExpertPrefetchCall, call)
+    group = decoded.group
+    check(x, experts, weights, ExpertWeights(gate_up, gate_up_bias, down, down_bias), decoded)
+    with torch._C._AutoDispatchBelowAutograd():
+        operands = ExpertOperands(
+            x,
+            experts,
+            weights if weights.dtype is x.dtype else weights.float(),
+            joined(exported.places(group, gate_up)),
+            None if gate_up_bias is None else exported.whole(group, gate_up_bias),
+            joined(exported.places(group, down)),
+            None if down_bias is None else exported.whole(group, down_bias),
+        )
+        how = experts_call(decoded)
+        return on_gpu(operands, how) if x.is_cuda else on_cpu(operands, how)
+
+
+def _fake(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    call: str,
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.call = inputs[-1]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    raise no_derivative(decode(ExpertPrefetchCall, ctx.call))
+
+
+_library = torch.library.Library("weave", "FRAGMENT")
+# Any strides are taken, so Inductor need not copy inputs into the ones that were traced.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+_library.define(f"{NAME}({ARGUMENTS}) -> Tensor", tags=_TAGS)
+for _device in ("CPU", "CUDA"):
+    _library.impl(NAME, _run, _device)
+torch.library.register_fake(f"weave::{NAME}", _fake, lib=_library)
+torch.library.register_autograd(f"weave::{NAME}", _backward, setup_context=_save, lib=_library)
