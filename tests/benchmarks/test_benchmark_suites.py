@@ -20,6 +20,7 @@ from tests.ranks import run_ranks
 
 NUM_CASES = {
     (CPU, "all_reduce_rms_norm"): 5, (CPU, "between_hosts"): 100, (CPU, "between_hosts_calibrated"): 100,
+    (CPU, "expert_prefetch"): 20, (GPU, "expert_pulls"): 15,
     (CPU, "hosts_simulation"): 165, (CPU, "llama_hosts"): 8, (CPU, "llama_layers"): 8, (CPU, "moe_experts"): 12,
     (CPU, "moe_sharded"): 16, (CPU, "prediction"): 1, (GPU, "all_gather_gemm"): 10, (GPU, "all_reduce_rms_norm"): 32,
     (GPU, "all_reduce_host"): 5, (GPU, "all_reduce_rms_norm_ctas"): 4,
@@ -83,7 +84,9 @@ def rows_on(rank: int, name: str, world: int) -> list[Row]:
         return list(run.measured(place, suite, suite.cases(asked), asked))
 
 
-@pytest.mark.parametrize("name", ["all_reduce_rms_norm", "llama_layers", "moe_experts", "moe_sharded", "prediction"])
+@pytest.mark.parametrize(
+    "name", ["all_reduce_rms_norm", "llama_layers", "moe_experts", "moe_sharded", "prediction", "expert_prefetch"]
+)
 def test_a_suite_runs_on_cpu_ranks(name: str) -> None:
     suite = run.suite_named(name, CPU)
     world = suite.needs.worlds_of(quick=True)[0]
