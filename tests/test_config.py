@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import threading
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from tests.graphs.preview import fake_group
-from weaveopt.config import OPTIONS, Config, Option, resolve
+from weaveopt.config import OPTIONS, OWN_OF_INDUCTOR, Config, Option, resolve
 from weaveopt.errors import ArenaError, OptionError
 from weaveopt.fabrics import addresses, shm
 from weaveopt.inductor import seams as inductor
@@ -21,6 +22,19 @@ def test_the_table_and_the_record_agree() -> None:
     record = {name: value for name, value in vars(Config()).items() if name != "inductor"}
     assert defaults == record
     assert len({option.env for option in OPTIONS}) == len(OPTIONS)
+
+
+def test_names_of_files_are_each_ranks_own() -> None:
+    """Every option that names a file or folder, and what of Inductor's changes no code; nothing else may differ."""
+    files = {option.name for option in OPTIONS if option.default is None and option.name != "skew"}
+    assert files == {"machine", "tune_cache"} == {option.name for option in OPTIONS if option.own}
+    agreed = Config().agreed()
+    assert agreed.keys() == {field.name for field in fields(Config)} - files
+    options = [("trace.debug_dir", "/here"), ("compile_threads", 4), ("fx_graph_cache", False), ("max_autotune", True)]
+    own, common = Config(inductor=tuple(options)), Config(inductor=(options[-1],))
+    assert own.agreed() == common.agreed() != agreed
+    known = set(inductor.known_options())
+    assert all(any(name.startswith(prefix) for name in known) for prefix in OWN_OF_INDUCTOR)
 
 
 def test_options_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,8 @@ class Option:
     """Largest value of a numeric option. Never infinite: it ends in a timer, a native count or the size of a buffer."""
     unit: str = "seconds"
     """Unit of an option that is no whole number."""
+    own: bool = False
+    """True for a name of a file or folder: every rank has its own file system, so ranks may differ in it."""
 
     @property
     def expected(self) -> str:
@@ -59,7 +61,13 @@ OPTIONS: tuple[Option, ...] = (
         (),
         "fabrics that may be used besides the library (default: all that reach the ranks)",
     ),
-    Option("machine", "WEAVE_MACHINE", None, "machine profile: a shipped name or a JSON file (default: what is found)"),
+    Option(
+        "machine",
+        "WEAVE_MACHINE",
+        None,
+        "machine profile: a shipped name or a JSON file (default: what is found)",
+        own=True,
+    ),
     Option("verify", "WEAVE_VERIFY", False, "time the best candidates on the ranks, and choose by that"),
     Option(
         "verify_budget_s", "WEAVE_VERIFY_BUDGET_S", 60.0, "longest time that this takes for one graph", most=LONGEST_S
@@ -71,7 +79,13 @@ OPTIONS: tuple[Option, ...] = (
         "longest time in which local kernels of one graph are timed, 5 say; small graphs get less (0: none is timed)",
         most=LONGEST_S,
     ),
-    Option("tune_cache", "WEAVE_TUNE_CACHE", None, "folder that keeps those times (default: ~/.cache/weaveopt)"),
+    Option(
+        "tune_cache",
+        "WEAVE_TUNE_CACHE",
+        None,
+        "folder that keeps those times (default: ~/.cache/weaveopt)",
+        own=True,
+    ),
     Option("cuda_graphs", "WEAVE_CUDA_GRAPHS", False, "let Inductor replay the compiled graph as a CUDA graph"),
     Option(
         "max_tokens",
@@ -125,6 +139,12 @@ OPTIONS: tuple[Option, ...] = (
     ),
 )
 
+OWN_OF_INDUCTOR = (
+    "trace.", "compile_threads", "worker_", "fx_graph_cache", "fx_graph_remote_cache", "autotune_local_cache",
+    "autotune_remote_cache",
+)  # fmt: skip
+"""How names of Inductor's options begin that change no code: what it logs, its processes and its caches."""
+
 BUILD_VARIABLES: tuple[tuple[str, str], ...] = (
     ("WEAVE_CUDA", "0, 1 or auto: build the CUDA part (auto: where nvcc is, and GPUs or WEAVE_CUDA_ARCHS)"),
     ("WEAVE_CUDA_ARCHS", "GPU architectures to build for: all, or such as 80;90 (default: those of the GPUs here)"),
@@ -156,8 +176,15 @@ class Config:
     """Options passed on to Inductor."""
 
     def agreed(self) -> dict[str, str]:
-        """Options that must be the same on every rank of a group, as text."""
-        return {f.name: str(getattr(self, f.name)) for f in fields(self)}
+        """Options that must be the same on every rank of a group, as text.
+
+        Names of files are not: a profile's constants are compared, wherever a rank reads them, and times of local
+        kernels are exchanged.
+        """
+        own = {option.name for option in OPTIONS if option.own}
+        found = {f.name: str(getattr(self, f.name)) for f in fields(self) if f.name not in own}
+        found["inductor"] = str(tuple(pair for pair in self.inductor if not pair[0].startswith(OWN_OF_INDUCTOR)))
+        return found
 
 
 def known_options() -> tuple[str, ...]:

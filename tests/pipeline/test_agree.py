@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.graphs import forms
 from tests.graphs.executing import executing
 from tests.graphs.tolerances import LIBRARY, assert_close
 from tests.ranks import run_ranks
+from weaveopt import cost_model
 from weaveopt.config import Config
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import rounds
@@ -196,6 +198,32 @@ def test_options_that_differ_under_rewriting_are_an_error() -> None:
         and first.startswith("AgreementError: ")
         and "differ in option max_tokens: rank 0 has 128, rank 1 has 64" in first
     )
+
+
+def run_own_files(rank: int, folder: str, errors: tuple[float, ...]) -> list[Found]:
+    """Each rank has a folder, a profile's file and a log of its own."""
+    profile = Path(folder) / f"rank{rank}.json"
+    profile.write_text(cost_model.dumps(replace(cost_model.load("cpu"), relative_error=errors[rank])))
+    own = replace(
+        config(), machine=str(profile), tune_cache=f"{folder}/{rank}", inductor=(("trace.enabled", rank == 0),)
+    )
+    return run(two_layers(rank), own, *inputs(rank))
+
+
+def test_where_a_ranks_files_are_is_its_own_business(tmp_path: Path) -> None:
+    for (graph,) in run_ranks(run_own_files, 2, str(tmp_path), (0.06, 0.06)):
+        assert graph.rewritten == (True, True)
+
+
+def run_other_constants(rank: int, folder: str) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        run_own_files(rank, folder, (0.06, 0.07))
+    return said(caught.value)
+
+
+def test_profiles_that_differ_are_an_error_wherever_they_are(tmp_path: Path) -> None:
+    for text in run_ranks(run_other_constants, 2, str(tmp_path)):
+        assert text.startswith("AgreementError: ") and "differ in constants of the machine profile" in text
 
 
 def run_mesh(rank: int) -> tuple[list[Found], list[float]]:
