@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weaveopt.cost_model.compiled import CompiledCosts, SizedSlowdowns, Slowdown
+from weaveopt.cost_model.energy import PowerCosts, WorkEnergy
 from weaveopt.cost_model.machine import FabricCosts, KernelCurve, Machine, Point, Rate, Samples, SizePoint
 from weaveopt.cost_model.records import walk
 from weaveopt.cost_model.validate import refuse
@@ -18,6 +19,10 @@ def check(file: str, machine: Machine) -> None:
         if origin is not None and origin not in known:
             refuse(file, f"{field}.origin", origin, f"one of the origins {', '.join(known)}")
     for field, record in walk(machine):
+        if isinstance(record, PowerCosts):
+            _check_energies(file, field, record)
+        if isinstance(record, WorkEnergy):
+            continue
         points, size = getattr(record, "points", ()), "size" if isinstance(record, KernelCurve) else "bytes"
         _check_points(file, f"{field}.points", points, size)
         _check_rates(file, f"{field}.rates", getattr(record, "rates", ()))
@@ -43,6 +48,17 @@ def _check_points(file: str, where: str, points: Sequence[Point | SizePoint], si
             refuse(file, f"{where}[{index}].{size}", larger, f"more than the point before ({smaller})")
         if point.us < before.us:
             refuse(file, f"{where}[{index}].us", point.us, f"no less than the smaller size before it ({before.us})")
+
+
+def _check_energies(file: str, where: str, power: PowerCosts) -> None:
+    for at, each in enumerate(power.energies):
+        for index in range(1, len(each.points)):
+            before, point = each.points[index - 1], each.points[index]
+            field = f"{where}.energies[{at}].points[{index}]"
+            if point.us <= before.us:
+                refuse(file, f"{field}.us", point.us, f"more than the point before ({before.us})")
+            if point.joules < before.joules:
+                refuse(file, f"{field}.joules", point.joules, f"no less than the point before it ({before.joules})")
 
 
 def _check_rates(file: str, where: str, rates: Sequence[Rate]) -> None:

@@ -1,7 +1,6 @@
 """Records of a machine in the cost model, which mirror a profile's JSON field by field.
 
-Units are in the names (`_us`, `_bytes`, `_per_s`). Every block names its origin, so a report can say of
-each constant whether it was measured or taken from a datasheet or a paper.
+Units are in the names (`_us`, `_bytes`, `_per_s`). Every block names its origin: measured, a datasheet or a paper.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from weaveopt.cost_model.compiled import CompiledCosts
+from weaveopt.cost_model.energy import PowerCosts
 from weaveopt.cost_model.host_exchange import HostExchangeTerms
 from weaveopt.cost_model.records import KEYED, NAMED
 from weaveopt.cost_model.timed import NOTHING_TIMED, KernelTimes
@@ -71,6 +71,11 @@ class Curve:
     """The largest message that may be read from it; None: any, the last two points' cost per byte goes on."""
     hosts: int = 1
     """Hosts that the ranks are spread over, evenly."""
+    row_error: float = 0.0
+    """Relative error of times that were read from curves of other rows; 0 of a curve as a profile has it."""
+
+    def __hash__(self) -> int:  # cheap, because curves are keys of caches; equality still compares everything
+        return hash((self.op, self.variant, self.world, self.row))
 
     def covers(self, message_bytes: float) -> bool:
         """True if the curve holds for such a message."""
@@ -337,12 +342,16 @@ class Machine:
     batch_tokens: int = 512
     imbalance: float = 0.0
     """Tokens of a rank where ranks hold batches of their own, as nobody can compare those; their variation."""
+    power: PowerCosts | None = None
+    """Energy of kernels, and the limit of what a device draws; None: as if it were never reached."""
     timed: KernelTimes = NOTHING_TIMED
     """Local kernels that were timed at their exact shapes; asked before the curves. No part of a profile."""
+    stands_in: bool = False
+    """True if the profile is of other hardware: its prices may be off, together, by as much as they are."""
 
     def __hash__(self) -> int:
         """Cheap, because machines are keys of caches that every site asks; equality still compares everything."""
-        return hash((self.name, self.relative_error, self.timed))
+        return hash((self.name, self.relative_error, self.timed, self.stands_in))
 
     @cached_property
     def untimed(self) -> Machine:
@@ -362,11 +371,8 @@ class Machine:
         return max(1.0, -(-world // hosts) / self.ranks_per_host)
 
     def summary(self, dtypes: tuple[str, ...] = (), hosts: int | None = None) -> MachineSummary:
-        """Name, whether every constant was measured, and the origin of each block of constants.
-
-        `dtypes` and `hosts`, where given, leave out what such workloads never use: the GEMMs of other dtypes,
-        and on one host the link to another.
-        """
+        """Name, whether every constant was measured, and the origin of each block of constants. `dtypes` and `hosts`,
+        where given, leave out the GEMMs of other dtypes, and on one host the link to another."""
         named = dict(self.origins)
         used = [("memory", self.memory.origin)]
         used += [(f"gemms.{each.dtype}", each.origin) for each in self.gemms if not dtypes or each.dtype in dtypes]
@@ -375,7 +381,7 @@ class Machine:
             used += [(f"busy_hosts.{each.hosts}x{each.ranks_per_host}", each.origin) for each in self.busy_hosts]
         blocks = {
             "attention": self.attention, "contention": self.contention, "copy_engine": self.copy_engine,
-            "launch": self.launch, "wiring": self.wiring, "compiled": self.compiled,
+            "launch": self.launch, "wiring": self.wiring, "power": self.power, "compiled": self.compiled,
         }  # fmt: skip
         used += [(name, block.origin) for name, block in blocks.items() if block is not None]
         for costs in self.fabric_costs:

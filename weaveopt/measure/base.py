@@ -12,6 +12,7 @@ from typing import TypeVar, cast
 
 from weaveopt.cost_model.compiled import CompiledCosts
 from weaveopt.cost_model.consistency import check
+from weaveopt.cost_model.energy import PowerCosts
 from weaveopt.cost_model.machine import (
     MEASURED,
     TRANSFERS,
@@ -35,7 +36,7 @@ SAME_MEMORY = 0.05
 """Largest relative difference in memory for equal hardware: drivers reserve less than this; H100 and H200 have as
 many SMs but differ by more."""
 R = TypeVar("R")
-B = TypeVar("B", AttentionCosts, CompiledCosts, Contention, CopyEngine, LaunchCosts, Wiring)
+B = TypeVar("B", AttentionCosts, CompiledCosts, Contention, CopyEngine, LaunchCosts, PowerCosts, Wiring)
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ def renew(today: Machine, base: Machine, allowed: Collection[str] = ()) -> Renew
         copy_engine=block("copy_engine", today.copy_engine, base.copy_engine, more),
         launch=block("launch", today.launch, base.launch, keep=False),
         compiled=block("compiled", today.compiled, base.compiled, keep=False),
+        power=block("power", today.power, base.power, keep=False),
         wiring=block("wiring", today.wiring, base.wiring, sees_less),
         kernels=(*today.kernels, *more_kernels),
     )

@@ -15,6 +15,7 @@ import torch
 from weaveopt import cost_model
 from weaveopt.config import variable
 from weaveopt.cost_model.compiled import CompiledCosts
+from weaveopt.cost_model.energy import PowerCosts
 from weaveopt.cost_model.machine import (
     AttentionCosts,
     Contention,
@@ -92,6 +93,7 @@ class Draft:
         self.copy_engine: CopyEngine | None = None
         self.launch: LaunchCosts | None = None
         self.compiled: CompiledCosts | None = None
+        self.power: PowerCosts | None = None
         self._curves: dict[Fabric, list[Curve]] = {}
         self._origins: dict[str, Origin] = {}
         self._host = host(device, world)
@@ -138,6 +140,7 @@ class Draft:
             launch=self.launch,
             wiring=wiring(self.device),
             compiled=self.compiled or self._compiled_before(),
+            power=self.power,
             kernels=tuple(self.kernels),
         )
         return replace(made, relative_error=relative_error(made), origins=tuple(sorted(self._origins.items())))

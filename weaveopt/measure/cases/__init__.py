@@ -8,6 +8,7 @@ from weaveopt.measure.cases.attention.library import AttentionKernels
 from weaveopt.measure.cases.attention.masked import CausalKernels
 from weaveopt.measure.cases.collectives import Collectives
 from weaveopt.measure.cases.copies import Copies
+from weaveopt.measure.cases.energy import Energies
 from weaveopt.measure.cases.experts.fused import ExpertKernels
 from weaveopt.measure.cases.experts.grouped_gemm import GroupedGemms
 from weaveopt.measure.cases.experts.reads import ExpertReads
@@ -53,6 +54,7 @@ FAMILIES: tuple[type[Family], ...] = (
     PushedGathers,
     ShardedKernels,
     ExpertReads,
+    Energies,
 )
 """Families measured within a host. On several hosts, CPU ranks measure `HostExchanges` and the link, and GPUs
 `GpuHosts`."""
