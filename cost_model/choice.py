@@ -35,6 +35,8 @@ class Choice:
     machine: Machine
     stands_in_for: tuple[str, ...] = ()
     """Names of GPUs; none where the profile is theirs."""
+    note: str = ""
+    """A line for the report on why another profile is not used; empty: there is none."""
 
 
 def choose(gpus: Sequence[Gpu], ranks_per_host: int) -> Choice:

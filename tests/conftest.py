@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
@@ -12,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+# No test reads or writes the profiles of whoever runs it.
+os.environ["XDG_DATA_HOME"] = tempfile.mkdtemp(prefix="weaveopt-tests-data-")
+atexit.register(shutil.rmtree, os.environ["XDG_DATA_HOME"], True)
 # Spawned ranks share the host's cores, and inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

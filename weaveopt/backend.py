@@ -140,7 +140,7 @@ def optimize(
         done = run(TOGETHER, done, debug.log_step)
     finally:
         if not (again := decides_again(done.not_bound)):
-            registry.add(entry, done.report, done.context, made(done.found).stands_in_for)
+            registry.add(entry, done.report, done.context, made(done.found).stands_in_for, made(done.found).note)
     if again:  # without what was lost; every time one group fewer has it
         return optimize(module, inputs, graph_pass, config, entry, rules, make)
     if config.strict:

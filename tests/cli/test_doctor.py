@@ -154,7 +154,7 @@ def test_gpus_without_a_profile_are_told_to_calibrate(monkeypatch: pytest.Monkey
         described = {"gpu": name, "processors": 142, "bytes_per_s": 864 * 10**9}
         monkeypatch.setattr(gpus, "describe", lambda index, described=described: described)
         check = doctor._profile()
-        assert check.status is status and ("calibrate --output" in check.advice) is (status is Status.NOTE)
+        assert check.status is status and ("-m weaveopt calibrate" in check.advice) is (status is Status.NOTE)
     monkeypatch.setattr(gpus, "describe", lambda index: {})
     assert doctor._profile().status is Status.NOTE
     monkeypatch.setenv("WEAVE_MACHINE", "here.json")

@@ -93,7 +93,7 @@ NOT_RUN = {
     ),
     "machines.md: WEAVE_FABRICS=host,library NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 2 -m weaveopt calibrate "
     "--output no-peer.json": "measures GPUs; tests/gpu/test_host_gpu.py runs what it measures",
-    "machines.md: torchrun --nproc-per-node 4 -m weaveopt calibrate --output here.json": (
+    "machines.md: torchrun --nproc-per-node 4 -m weaveopt calibrate": (
         "a minute of all cores; tests/cli/test_calibrate.py starts it with --quick"
     ),
     "machines.md: torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 "

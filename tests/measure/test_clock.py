@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from weaveopt import cost_model
-from weaveopt.cli import calibrate
+from weaveopt.cli.progress import progress
 from weaveopt.measure import clock
 from weaveopt.measure.cases.gemm import CPU_GRID, CPU_RATES
 from weaveopt.measure.clock import CpuClock, Sample
@@ -120,7 +120,7 @@ def test_a_terminal_shows_a_bar_for_each_kind(monkeypatch: pytest.MonkeyPatch) -
     screen = Terminal()
     monkeypatch.setattr("sys.stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
-    with calibrate._progress(True) as show_progress:
+    with progress(True) as show_progress:
         for done in range(3):
             show_progress("GEMMs float32", done, 3)
         show_progress("collectives", 0, 2)
@@ -131,7 +131,7 @@ def test_a_terminal_shows_a_bar_for_each_kind(monkeypatch: pytest.MonkeyPatch) -
 def test_a_file_gets_a_line_for_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     monkeypatch.setattr("sys.stderr", screen)
-    with calibrate._progress(True) as show_progress:
+    with progress(True) as show_progress:
         for done in range(3):
             show_progress("GEMMs float32", done, 3)
     assert screen.getvalue() == "weaveopt: measuring GEMMs float32\n"

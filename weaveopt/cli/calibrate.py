@@ -7,12 +7,12 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weaveopt.cli.progress import progress
 from weaveopt.config import resolve, variable
 from weaveopt.errors import OptionError, ProfileError
 from weaveopt.wording import counted
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     import torch
 
     from weaveopt.cost_model import Machine
-    from weaveopt.measure.session import ShowProgress
+    from weaveopt.fabrics.topology import Topology
 
-DEFAULT_OUTPUT = "weaveopt-profile.json"
 GROUP_TIMEOUT_S = 300
 MOST_CHARACTERS = 255
 """Length of a machine's name, as in the profile's schema."""
@@ -36,7 +35,8 @@ NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"
 class CalibrateArguments:
     """The parsed command line."""
 
-    output: Path
+    output: Path | None
+    """None: a file in the user's data folder, which is used from then on."""
     name: str | None
     device: str
     quick: bool
@@ -53,7 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "one host that --base names. On a host of one GPU: what one rank can measure, without a launcher."
     )
     parser.add_argument(
-        "--output", type=Path, default=Path(DEFAULT_OUTPUT), metavar="FILE", help=f"default: {DEFAULT_OUTPUT}"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="default: the user's data folder, from where it is used on this hardware without being named",
     )
     parser.add_argument("--name", help="the machine's name in reports (default: the file's)")
     parser.add_argument(
@@ -75,14 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def question(args: argparse.Namespace) -> CalibrateArguments:
     """The arguments, typed. Raises `OptionError` for what cannot be meant."""
     asked = CalibrateArguments(args.output, args.name, args.device, args.quick, args.base, tuple(args.only))
-    folder = asked.output.absolute().parent
-    if not os.path.isdir(folder):  # false too where one may not look
-        raise OptionError(f"--output {asked.output}: no directory {folder}")
-    if not os.access(folder, os.W_OK):  # now, and not after minutes of measuring
-        raise OptionError(f"--output {asked.output}: {folder} is not writable")
-    if os.path.isdir(asked.output):
-        raise OptionError(f"--output {asked.output}: is a directory, expected a file")
-    name = asked.name or asked.output.stem
+    _check_output(asked.output)
+    name = asked.name or ("" if asked.output is None else asked.output.stem)
     if not name.isprintable() or len(name) > MOST_CHARACTERS:
         raise OptionError(f"--name {name[:40]!r}: expected at most {MOST_CHARACTERS} characters, none of control")
     if asked.only and asked.base is None:
@@ -91,6 +88,40 @@ def question(args: argparse.Namespace) -> CalibrateArguments:
         _loaded(asked.base)
     _check_ranks(asked)
     return asked
+
+
+def _check_output(output: Path | None) -> None:
+    """Raises `OptionError` if the profile cannot be written: now, and not after minutes of measuring."""
+    if output is None:
+        from weaveopt.fabrics import user_profiles
+
+        folder = user_profiles.folder()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            writable = os.access(folder, os.W_OK)
+        except OSError:
+            writable = False
+        if not writable:
+            raise OptionError(f"{folder} is not writable: name a file with --output FILE")
+        return
+    folder = output.absolute().parent
+    if not os.path.isdir(folder):  # false too where one may not look
+        raise OptionError(f"--output {output}: no directory {folder}")
+    if not os.access(folder, os.W_OK):
+        raise OptionError(f"--output {output}: {folder} is not writable")
+    if os.path.isdir(output):
+        raise OptionError(f"--output {output}: is a directory, expected a file")
+
+
+def _output(asked: CalibrateArguments, device: torch.device, where: Topology) -> Path:
+    """The file that is written."""
+    if asked.output is not None:
+        return asked.output
+    from weaveopt.fabrics import user_profiles
+
+    hardware = user_profiles.device_name(device.type)
+    per_host = where.world // where.num_hosts
+    return user_profiles.folder() / user_profiles.file_name(hardware, where.no_peer_access is None, per_host)
 
 
 def _check_ranks(asked: CalibrateArguments) -> None:
@@ -195,6 +226,7 @@ def _measure(asked: CalibrateArguments, device: torch.device, base: Machine | No
     from weaveopt.measure.base import renew
     from weaveopt.measure.session import CalibrationSession
     from weaveopt.measure.suite import measure, measure_between_hosts
+    from weaveopt.measure.unfinished import open_run
 
     allowed = resolve().fabrics
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -205,15 +237,17 @@ def _measure(asked: CalibrateArguments, device: torch.device, base: Machine | No
         # Rank 0 may have the store, from which others still read what was discovered.
         topology.exchange(where.group.name, GROUP_TIMEOUT_S).settle()
         raise
-    started = time.monotonic()
-    name = asked.name or asked.output.stem
+    started, unfinished = time.monotonic(), None
+    output = _output(asked, device, where)
+    name = asked.name or output.stem
     before = base or (cost_model.load(name) if name in cost_model.names() else None)
-    with _progress(rank == 0) as show_progress:
+    with progress(rank == 0) as show_progress:
         session = CalibrationSession(device, show_progress, asked.quick)
         if base is not None and where.num_hosts > 1:
             machine = measure_between_hosts(session, where, name, base)
         else:
-            machine = measure(session, name, before, asked.only)
+            unfinished = open_run(session)
+            machine = measure(session, name, before, asked.only, unfinished)
     said = ""
     if where.num_hosts > 1:
         what = "the link between" if device.type == "cpu" else "the kernel and the library between"
@@ -221,18 +255,28 @@ def _measure(asked: CalibrateArguments, device: torch.device, base: Machine | No
     elif base is not None:
         renewed = renew(machine, base, allowed)
         machine, said = renewed.machine, f"; kept from {asked.base}: {', '.join(renewed.kept) or 'nothing'}"
+    # Ranks of several hosts look into the folder of their own.
+    if rank == 0 or (asked.output is None and where.hosts.index(where.hosts[where.group.rank]) == where.group.rank):
+        _write(machine, output)
     if rank == 0:
-        text = cost_model.dumps(machine)
-        unfinished = asked.output.with_name(f".{asked.output.name}.{os.getpid()}.json")
-        try:
-            unfinished.write_text(text, encoding="utf-8")
-            if all(importlib.util.find_spec(name) for name in ("jsonschema", "msgspec")):
-                cost_model.load(str(unfinished))
-            unfinished.replace(asked.output)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        if unfinished is not None:
+            unfinished.finish()
         ranks = counted(world, "rank")
-        sys.stdout.write(f"{asked.output}: {ranks} measured in {time.monotonic() - started:.0f} s{said}\n")
+        sys.stdout.write(f"{output}: {ranks} measured in {time.monotonic() - started:.0f} s{said}\n")
+
+
+def _write(machine: Machine, output: Path) -> None:
+    """Writes the profile at once: whoever reads the file meanwhile sees the old one or the new one."""
+    from weaveopt import cost_model
+
+    written = output.with_name(f".{output.name}.{os.getpid()}.json")
+    try:
+        written.write_text(cost_model.dumps(machine), encoding="utf-8")
+        if all(importlib.util.find_spec(name) for name in ("jsonschema", "msgspec")):
+            cost_model.load(str(written))
+        written.replace(output)
+    finally:
+        written.unlink(missing_ok=True)
 
 
 def _check_hosts(base: Machine | None, only: Sequence[str], num_hosts: int) -> None:
@@ -259,40 +303,3 @@ def _device(asked: str) -> torch.device:
             f"{counted(count, 'GPU')} found for local rank {index}: start at most {counted(count, 'rank')} on this host"
         )
     return torch.device("cuda", index)
-
-
-@contextmanager
-def _progress(shown: bool) -> Iterator[ShowProgress]:
-    """A bar on standard error for each kind of measurement, in a file a line; on other ranks nothing."""
-    if not shown:
-        yield lambda what, done, total: None
-        return
-    if not sys.stderr.isatty():
-        reported: set[str] = set()
-
-        def say(what: str, done: int, total: int) -> None:
-            if what not in reported:
-                print(f"weaveopt: measuring {what}", file=sys.stderr, flush=True)
-                reported.add(what)
-
-        yield say
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description:36}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        tasks: dict[str, tuple[TaskID, int]] = {}
-
-        def finish() -> None:
-            for task, total in tasks.values():
-                bars.update(task, completed=total)
-
-        def show_progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                finish()
-                tasks[what] = bars.add_task(what, total=total), total
-            bars.update(tasks[what][0], completed=done)
-
-        yield show_progress
-        finish()

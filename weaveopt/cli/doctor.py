@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib import metadata
@@ -83,6 +84,7 @@ def examine() -> tuple[Check, ...]:
         _cuda_part(),
         _nvshmem_part(),
         _profile(),
+        *_user_profiles(),
         *_fabrics(),
     )
 
@@ -258,13 +260,18 @@ def _profile() -> Check:
         import torch
 
         from weaveopt import cost_model
-        from weaveopt.fabrics import gpus
+        from weaveopt.fabrics import gpus, user_profiles
     except ImportError as error:
         return Check(name, Status.NOTE, f"cannot be examined: {error}", "repair what is missing above")
     named = variable("WEAVE_MACHINE")
     if named:
         return Check(name, Status.OK, f"{named} (WEAVE_MACHINE)")
-    if not torch.cuda.is_available():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    hardware = user_profiles.device_name(device)
+    own = [each for each in user_profiles.found() if each.path.name.startswith(f"{hardware}-") and not each.problem]
+    if own:
+        return Check(name, Status.OK, f"measured here: {', '.join(each.path.stem for each in own)}")
+    if device == "cpu":
         return Check(name, Status.OK, "cpu")
     found = gpus.gpus_of([gpus.describe(index) for index in range(torch.cuda.device_count())])
     if not found:
@@ -275,9 +282,24 @@ def _profile() -> Check:
     return Check(
         name,
         Status.NOTE,
-        f"none of {', '.join(choice.stands_in_for)} ({choice.machine.name} stands in): nothing is rewritten there",
-        "measure it: torchrun --nproc-per-node N -m weaveopt calibrate --output here.json, then WEAVE_MACHINE",
+        f"none of {', '.join(choice.stands_in_for)} ({choice.machine.name} stands in): nothing that communicates is "
+        "rewritten there",
+        "measure it: torchrun --nproc-per-node N -m weaveopt calibrate",
     )
+
+
+def _user_profiles() -> Iterator[Check]:
+    """One check for each profile in the user's data folder: how old it is, and whether it can be used."""
+    try:
+        from weaveopt.fabrics import user_profiles
+    except ImportError:  # the check before reports it
+        return
+    for each in user_profiles.found():
+        name, age = f"profile {each.path.name}", f"{each.age_days:.0f} days old"
+        if each.problem:
+            yield Check(name, Status.NOTE, f"not used: {each.problem}", f"calibrate anew, or rm {each.path}")
+        else:
+            yield Check(name, Status.OK, f"{each.path}: {age}")
 
 
 def _fabrics() -> tuple[Check, ...]:

@@ -25,11 +25,12 @@ from torch.distributed import distributed_c10d as c10d
 
 from weaveopt.cost_model import Gpu
 from weaveopt.errors import AgreementError, ArenaError, WeaveError
-from weaveopt.fabrics import gpus
+from weaveopt.fabrics import gpus, user_profiles
 from weaveopt.fabrics.addresses import own_address
 from weaveopt.fabrics.rounds import Rounds
 from weaveopt.fabrics.stores import bounded
 from weaveopt.fabrics.traits import TRAITS, rejection
+from weaveopt.fabrics.user_profiles import CommonProfiles
 from weaveopt.records.candidate import Fabric, Rejection
 from weaveopt.wording import counted, listed
 
@@ -69,6 +70,8 @@ class Topology:
     """Why the ranks' GPUs cannot use memory of the host that processes share; None where they can."""
     allowed: frozenset[Fabric] = frozenset()
     """Fabrics that the option `fabrics` names; empty: all. The library is always allowed."""
+    profiles: CommonProfiles | None = None
+    """Profiles in the users' data folders of the ranks; None: nobody asked."""
 
     @property
     def world(self) -> int:
@@ -274,12 +277,15 @@ def _ask(pg: dist.ProcessGroup, group_name: str, timeout_s: float) -> _Known:
         return _Known(weakref.ref(pg), Topology(group, ("host0",) * len(ranks), device, fake=True), None)
     channel = RecordExchange(group)
     own: dict[str, str | int] = {"host": _host(), "device": device, **(gpus.describe() if device == "cuda" else {})}
+    own |= {"hardware": user_profiles.device_name(device), **user_profiles.published()}
     payloads = channel.gather(own, "the topology", timeout_s)
     devices = tuple(str(p["device"]) for p in payloads)
     if len(set(devices)) > 1:
         channel.settle()
         raise AgreementError(f"group {group_name!r}: ranks {ranks} use different devices: {devices}")
     found = Topology(group, tuple(str(p["host"]) for p in payloads), device)
+    hardware = [str(p["hardware"]) for p in payloads]
+    found = replace(found, profiles=user_profiles.common(hardware, payloads))
     if device == "cuda":
         found = replace(
             found,

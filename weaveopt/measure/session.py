@@ -14,6 +14,8 @@ from weaveopt.measure.clock import Clock, CoarseCpuClock, CpuClock, CudaClock, S
 
 ShowProgress = Callable[[str, int, int], None]
 """(what, steps done, steps in all)."""
+OVERALL = "all kinds"
+"""Name of the whole run in `ShowProgress`: kinds of measurements done, and all."""
 Rows = list[tuple[int, Sample]]
 """(size, time) of a curve, sizes ascending."""
 

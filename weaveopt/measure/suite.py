@@ -20,7 +20,8 @@ from weaveopt.measure.cases.launch import Launches, launches
 from weaveopt.measure.clock import barrier
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.ranks import subgroup
-from weaveopt.measure.session import CalibrationSession
+from weaveopt.measure.session import OVERALL, CalibrationSession
+from weaveopt.measure.unfinished import ALONE, UnfinishedRun
 from weaveopt.records.candidate import Fabric
 
 NUM_ATTEMPTS = 3
@@ -28,28 +29,43 @@ GROUP_TIMEOUT_S = 60.0
 """Longest wait for the ranks of the run to say where they are."""
 
 
-def measure(session: CalibrationSession, name: str, before: Machine | None, only: Sequence[str] = ()) -> Machine:
+def measure(
+    session: CalibrationSession,
+    name: str,
+    before: Machine | None,
+    only: Sequence[str] = (),
+    run: UnfinishedRun | None = None,
+) -> Machine:
     """The profile `name` of this machine, the same on every rank.
 
     The link to another host, which one host cannot measure, is kept from `before`, or assumed; so is the link between
     the ranks if there is one rank. With `only`, names of families, no others are measured, and the parts of `before`
-    that a profile requires are kept.
+    that a profile requires are kept. What `run` holds of a run that was killed is not measured again.
     """
-    fabrics = gpu_fabrics(session)
+    run, fabrics = run or UnfinishedRun(None), gpu_fabrics(session)
     families = [
-        family()
+        run.known(family())
         for family in families_on(session.device.type)
         if is_wanted(family, only) and (not session.is_gpu or family.gpu_fabric in (None, *fabrics))
     ]
+    total, done = len(families) * (1 + len(session.worlds)), 0
     with torch.no_grad():
         for family in families:
-            family.measure_alone(session)
+            session.show_progress(OVERALL, done, total)
+            if not run.has(family, ALONE):
+                family.measure_alone(session)
+                run.keep(family, ALONE)
+            done += 1
         for world in session.worlds:
             ranks = subgroup(world, session.device)
-            if ranks.inside:
-                for family in families:
+            for family in families:
+                session.show_progress(OVERALL, done, total)
+                if ranks.inside and not run.has(family, world):
                     family.measure_together(session, ranks)
+                    run.keep(family, world)
+                done += 1
             barrier()
+    session.show_progress(OVERALL, total, total)
     # Rank 0 has been in every group: what it holds is complete.
     box = [families]
     dist.broadcast_object_list(box, src=0)

@@ -129,7 +129,7 @@ def _drop_earlier(entry: Entry) -> None:
             other.dropped = True
 
 
-def add(entry: Entry, report: GraphReport, context: Context, stands_in_for: tuple[str, ...]) -> None:
+def add(entry: Entry, report: GraphReport, context: Context, stands_in_for: tuple[str, ...], note: str = "") -> None:
     """Keep a graph's report with its model, and announce it: in the log, and in torch's structured trace.
 
     `stands_in_for`: GPUs without a profile, whose place the context's machine takes.
@@ -140,7 +140,7 @@ def add(entry: Entry, report: GraphReport, context: Context, stands_in_for: tupl
     dynamo.trace_artifact(f"weaveopt_{report.name}", lambda: graph_to_json(report))
     dtypes = {str(value) for d in report.decisions for name, value in d.site.facts if name == "dtype"}
     hosts = max((known.num_hosts for known in topologies.values()), default=1)
-    entry.machine = replace(machine.summary(tuple(sorted(dtypes)), hosts), stands_in_for=stands_in_for)
+    entry.machine = replace(machine.summary(tuple(sorted(dtypes)), hosts), stands_in_for=stands_in_for, note=note)
     entry.world = max([entry.world, *(known.world for known in topologies.values())])
 
 
