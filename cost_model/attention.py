@@ -12,6 +12,8 @@ from weaveopt.cost_model.kernel_curve import kernel_curve_us
 from weaveopt.cost_model.kernels import traffic_us
 from weaveopt.cost_model.machine import AttentionCosts, KernelCurve, Machine, kernel_name
 from weaveopt.cost_model.timed import KernelShape
+from weaveopt.cost_model.uncertainty import estimated, read
+from weaveopt.records.price import PriceSource
 from weaveopt.records.site import DTYPE_BYTES
 
 ATTENTION_EFFICIENCY: dict[tuple[str, str], float] = {
@@ -151,13 +153,15 @@ def _by_profile(machine: Machine, attention: Attention) -> float:
     if curve is not None:
         return _curve_us(machine, curve, attention)
     if machine.attention is not None and attention.dtype in ("bfloat16", "float16"):
-        return _measured_us(machine.attention, attention)
+        us = _measured_us(machine.attention, attention)
+        return read(machine, machine.attention.origin, us, attention)
     rate = _gemm_rate(machine, attention.dtype, attention.q_len)
     rate *= ATTENTION_EFFICIENCY.get((machine.device, attention.dtype), OTHER_EFFICIENCY)
     if attention.mask_bytes and machine.device == "cuda":
         rate *= MASK_FACTOR
     arithmetic_us = attention.flops / rate * 1e6
-    return machine.memory.floor_us + max(arithmetic_us, traffic_us(machine, attention.num_bytes))
+    us = machine.memory.floor_us + max(arithmetic_us, float(traffic_us(machine, attention.num_bytes)))
+    return estimated(machine, us, attention)
 
 
 def curve_of(machine: Machine, attention: Attention) -> KernelCurve | None:
@@ -183,9 +187,15 @@ def _head_of(curve: KernelCurve) -> int:
 
 def _curve_us(machine: Machine, curve: KernelCurve, attention: Attention) -> float:
     if curve.counts == "bytes":
-        return kernel_curve_us(curve, attention.num_bytes)
+        return kernel_curve_us(machine, curve, attention.num_bytes)
     units = machine.attention.units if machine.attention is not None else 1
-    return kernel_curve_us(curve, steps(attention, units) * attention.head_dim / _head_of(curve))
+    us = kernel_curve_us(machine, curve, steps(attention, units) * attention.head_dim / _head_of(curve))
+    heads = sorted({_head_of(each) for each in _curves(machine, attention.kernel, attention.form)})
+    if attention.head_dim in heads:
+        return us
+    # Steps are taken to grow with the head; that they do not grow at all is as little known.
+    off = bool(machine.relative_error) * abs(log(attention.head_dim / _head_of(curve))) / 2.0
+    return us.with_error(("head_dim", curve.variant, attention.head_dim), lambda: off, PriceSource.INTERPOLATED)
 
 
 def _measured_us(costs: AttentionCosts, attention: Attention) -> float:

@@ -17,12 +17,14 @@ from weaveopt.cost_model.alpha_beta import (
     two_shot,
 )
 from weaveopt.cost_model.between_hosts import hierarchical_sent_cost, ring_cost, tree_cost
-from weaveopt.cost_model.curve import interpolate_us, nearest_curve
+from weaveopt.cost_model.curve import carried, first_point, nearest_curve, read_points
 from weaveopt.cost_model.host_schedules import RING
 from weaveopt.cost_model.hosts_curves import at_most, curves_between, hosts_parts_us
 from weaveopt.cost_model.machine import Curve, FabricCosts, Link, Machine
+from weaveopt.cost_model.uncertainty import estimated, read
 from weaveopt.errors import ProfileError
 from weaveopt.records.candidate import Fabric
+from weaveopt.records.price import Reading
 
 LIBRARY, ONE_SHOT, TWO_SHOT = "library", "one_shot", "two_shot"
 """Variants of `all_reduce`: NCCL or Gloo decides; every rank reads all messages; every rank reduces its share."""
@@ -55,13 +57,15 @@ def curve_parts_us(
 
     The latency grows with the number of steps, the rest with the traffic, both with the oversubscription of cores.
     """
-    floor_us = curve.points[0].us
-    rest_us = interpolate_us(curve.points, message_bytes) - floor_us
+    total_us = read_points(machine, curve.origin, curve.points, message_bytes, curve.row_error)
+    floor_us: float = read(machine, curve.origin, curve.points[0].us, first_point(curve))
+    rest_us: float = total_us - floor_us
     if world != curve.world:
         slowdown = machine.oversubscription(world, 1) / machine.oversubscription(curve.world, 1)
         here, there = steps(world), steps(curve.world)
         floor_us *= slowdown * here.num_steps / there.num_steps
         rest_us *= slowdown * here.traffic / there.traffic
+        rest_us = carried(machine, total_us, floor_us, rest_us, ("world", curve.op, curve.variant, curve.world, world))
     return floor_us, rest_us
 
 
@@ -112,7 +116,12 @@ def modelled_parts_us(
     else:
         cost = all_reduce_steps(fabric, variant, world).cost(message_bytes, fabric_costs(machine, fabric).link)
     slowdown = machine.oversubscription(world, hosts)
-    return (machine.memory.floor_us + cost.latency_us) * slowdown, cost.transfer_us * slowdown
+    reading: Reading = (fabric, variant, message_bytes, world, hosts)
+    latency_us = (machine.memory.floor_us + cost.latency_us) * slowdown
+    return (
+        estimated(machine, latency_us, reading),
+        estimated(machine, cost.transfer_us * slowdown, reading),
+    )
 
 
 def all_reduce_parts_us(
@@ -127,7 +136,9 @@ def all_reduce_parts_us(
         return curve_parts_us(machine, curve, message_bytes, world, partial(all_reduce_steps, fabric, variant))
     between = _measured_between(costs, variant, world, hosts)
     if between is not None:
-        return hosts_parts_us(between, message_bytes, hosts, partial(all_reduce_steps, fabric, variant), at_most)
+        return hosts_parts_us(
+            machine, between, message_bytes, hosts, partial(all_reduce_steps, fabric, variant), at_most
+        )
     return modelled_parts_us(machine, fabric, variant, message_bytes, world, hosts)
 
 
@@ -166,7 +177,8 @@ def collective_us(machine: Machine, op: str, num_bytes: float, world: int, hosts
     if curve is None:
         link = costs.link if hosts == 1 else inter_link(machine, Fabric.LIBRARY)
         cost = all_gather(world).cost(num_bytes, link)
-        return (machine.memory.floor_us + cost.us) * machine.oversubscription(world, hosts)
+        us = (machine.memory.floor_us + cost.us) * machine.oversubscription(world, hosts)
+        return estimated(machine, us, (op, num_bytes, world, hosts))
     return sum(curve_parts_us(machine, curve, num_bytes, world, all_gather))
 
 
@@ -182,7 +194,9 @@ def measured_parts_us(
     curve = nearest_curve(fabric_costs(machine, fabric).curves_of(op), world)
     if curve is None:
         return None
-    return curve_parts_us(machine, curve, num_bytes, world, all_gather) if num_bytes > 0 else (curve.points[0].us, 0.0)
+    if num_bytes > 0:
+        return curve_parts_us(machine, curve, num_bytes, world, all_gather)
+    return read(machine, curve.origin, curve.points[0].us, first_point(curve)), 0.0
 
 
 def library_algorithm(machine: Machine, op: str, num_bytes: float, world: int, hosts: int) -> str:

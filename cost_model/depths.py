@@ -9,8 +9,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 
+from weaveopt.records.price import Price
 
-def at_depth_us(by_depth: Mapping[int, float], depth: int) -> float | None:
+
+def at_depth_us(by_depth: Mapping[int, Price], depth: int) -> Price | None:
     """The time at `depth` from those at measured depths.
 
     Linear between two depths. Beyond the last it grows as the depth does: where the exchange still hides the GEMM at
@@ -28,11 +30,11 @@ def at_depth_us(by_depth: Mapping[int, float], depth: int) -> float | None:
         return by_depth[depths[-1]] * depth / depths[-1]
     right = bisect_left(depths, depth)
     low, high = depths[right - 1], depths[right]
-    slope = max(by_depth[high] - by_depth[low], 0.0) / (high - low)
+    slope = max(by_depth[high] - by_depth[low], Price(0.0)) / (high - low)
     return by_depth[low] + slope * (depth - low)
 
 
-def between(by_depth: Mapping[int, float], depth: int) -> float:
+def between(by_depth: Mapping[int, Price], depth: int) -> Price:
     """Interpolates `by_depth` at `depth`: linear between its neighbours, constant beyond the ends."""
     depths = sorted(by_depth)
     right = bisect_left(depths, depth)

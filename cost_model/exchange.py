@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from weaveopt.cost_model.collectives import collective_us, fabric_costs, measured_parts_us
-from weaveopt.cost_model.curve import interpolate_us, nearest_curve
+from weaveopt.cost_model.curve import nearest_curve, read_points
 from weaveopt.cost_model.host import host_us
 from weaveopt.cost_model.imbalance import busiest_over_mean
 from weaveopt.cost_model.kernels import memory_us
-from weaveopt.cost_model.machine import Machine, Point
+from weaveopt.cost_model.machine import Curve, Machine
 from weaveopt.cost_model.mixture import Mixture, gemms_us, kernels_us
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.site import DTYPE_BYTES
@@ -157,27 +157,27 @@ def gpu_parts(
     """With experts' kernels of that name (see `kernels_us`). None where the profile lacks one of the times.
     `window_us`: what a rank computes on its own tokens before the call."""
     experts = kernels_us(machine, replace(sharded.of_busiest, transposed=transposed), kernels)
-    pushed = _points(machine, fabric, DISPATCH, sharded.world)
-    summed = _points(machine, fabric, COMBINE, sharded.world)
-    if experts is None or not pushed or not summed:
+    pushed = _curve(machine, fabric, DISPATCH, sharded.world)
+    summed = _curve(machine, fabric, COMBINE, sharded.world)
+    if experts is None or pushed is None or summed is None:
         return None
     last = of_last_rank(machine, sharded) if own_batches else sharded
     return GpuParts(
         experts=experts,
-        dispatch=interpolate_us(pushed, max(last.sent_bytes, 1.0)),
-        returned=interpolate_us(pushed, max(last.returned_bytes, 1.0)) - pushed[0].us,
-        combine=interpolate_us(summed, max(last.of_rank.rows * last.row_bytes, 1.0)),
+        dispatch=read_points(machine, pushed.origin, pushed.points, max(last.sent_bytes, 1.0)),
+        returned=read_points(machine, pushed.origin, pushed.points, max(last.returned_bytes, 1.0))
+        - pushed.points[0].us,
+        combine=read_points(machine, summed.origin, summed.points, max(last.of_rank.rows * last.row_bytes, 1.0)),
         host=(_GPU_LAUNCHES + own_batches * _COUNT_CALLS) * host_us(machine),
         waiting=waiting_us(machine, sharded.world, window_us),
     )
 
 
-def _points(machine: Machine, fabric: Fabric, variant: str, world: int) -> tuple[Point, ...]:
-    """Points of the curve of the nearest world size; empty if there is none."""
+def _curve(machine: Machine, fabric: Fabric, variant: str, world: int) -> Curve | None:
+    """The curve of the nearest world size; None if there is none."""
     if fabric not in {costs.fabric for costs in machine.fabric_costs}:
-        return ()
-    curve = nearest_curve(fabric_costs(machine, fabric).curves_of(OP, variant), world)
-    return () if curve is None else curve.points
+        return None
+    return nearest_curve(fabric_costs(machine, fabric).curves_of(OP, variant), world)
 
 
 def experts_us(machine: Machine, sharded: ShardedMixture) -> float:

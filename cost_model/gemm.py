@@ -10,13 +10,17 @@ measurement, and between them the logarithm of measured / modelled is interpolat
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from math import exp, floor, log
+from functools import cache, partial
+from itertools import product
+from math import exp, floor, hypot, log, sqrt
 
 from weaveopt.cost_model.curve import interpolate_rate
 from weaveopt.cost_model.machine import GemmCosts, GemmTile, Machine, Samples
 from weaveopt.cost_model.timed import KernelShape
+from weaveopt.cost_model.uncertainty import UNMEASURED_ERROR, away_error, read
+from weaveopt.records.price import Price
 from weaveopt.records.site import DTYPE_BYTES
 
 GEMM = "gemm"
@@ -25,6 +29,9 @@ GEMM = "gemm"
 _STAND_INS: dict[str, tuple[str, float]] = {"float16": ("bfloat16", 1.0), "float64": ("float32", 2.0)}
 SPLITS = (1, 2, 4, 8)
 """CTAs that may share the K-loop of a tile; their partial results are added in fp32 through memory."""
+ALIGNED = 8
+"""Elements of 2 bytes in 16: rows of other lengths are read without TMA and 16-byte loads, by kernels that no sample
+is of."""
 SHARPNESS = 4.0
 """Arithmetic and traffic overlap: their p-norm, nearly the larger of the two."""
 
@@ -54,7 +61,13 @@ def gemm_us(machine: Machine, gemm: Gemm | None, dtype: str) -> float:
         return 0.0
     costs, slowdown = _costs_of(machine, dtype)
     shape = KernelShape(GEMM, dtype, gemm.m, (gemm.k, gemm.n), gemm.layout)
-    return machine.timed.us(shape, lambda m: _us(costs, m, gemm.n, gemm.k) * slowdown)
+
+    def by_profile(m: int) -> Price:
+        reading = (GEMM, costs.dtype, m, gemm.n, gemm.k)
+        away = partial(gemm_error, costs, m, gemm.n, gemm.k)
+        return read(machine, costs.origin, _us(costs, m, gemm.n, gemm.k), reading, away) * slowdown
+
+    return machine.timed.us(shape, by_profile)
 
 
 def _costs_of(machine: Machine, dtype: str) -> tuple[GemmCosts, float]:
@@ -98,6 +111,47 @@ def waves_of(machine: Machine, gemm: Gemm, dtype: str) -> Waves | None:
 def _us(costs: GemmCosts, m: int, n: int, k: int) -> float:
     modelled = modelled_us(costs, m, n, k)
     return modelled if costs.samples is None else modelled * exp(_correction(costs, costs.samples, m, n, k))
+
+
+@cache
+def gemm_error(costs: GemmCosts, m: int, n: int, k: int) -> float:
+    """Relative error of `gemm_us` beyond that at a measured size: along each axis the residuals of the corners around,
+    each left out and predicted by its neighbours on that axis, and the root of the sum of squares over the axes.
+
+    0 without samples: then the whole model has the error of its constants.
+    """
+    samples = costs.samples
+    if samples is None:
+        return 0.0
+    around = [_around(axis, value) for axis, value in zip((samples.m, samples.n, samples.k), (m, n, k), strict=True)]
+    errors = [_along(costs, samples, axis, (m, n, k)[axis], around) for axis in range(3)]
+    aligned = n % ALIGNED == 0 and k % ALIGNED == 0
+    return hypot(*errors, 0.0 if aligned else UNMEASURED_ERROR)
+
+
+def _along(
+    costs: GemmCosts, samples: Samples, axis: int, value: int, around: Sequence[tuple[tuple[int, float], ...]]
+) -> float:
+    """The error along one axis: root mean square over the corners of the other two, each by its share."""
+    sizes = (samples.m, samples.n, samples.k)[axis]
+    if value in sizes:
+        return 0.0
+    total = weight = 0.0
+    others = [each for at, each in enumerate(around) if at != axis]
+    for (first, first_share), (second, second_share) in product(*others):
+        known = []
+        for at, size in enumerate(sizes):
+            corner = [first, second]
+            corner.insert(axis, at)
+            ratio = _corner(costs, samples, *corner)
+            if ratio is not None:
+                known.append((float(size), ratio))
+        if known:
+            share = first_share * second_share
+            error = away_error([size for size, _ in known], [ratio for _, ratio in known], value)
+            total += share * error * error
+            weight += share
+    return sqrt(total / weight) if weight else 0.0
 
 
 def modelled_us(costs: GemmCosts, m: int, n: int, k: int) -> float:

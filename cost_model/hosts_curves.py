@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from weaveopt.cost_model.alpha_beta import Steps
-from weaveopt.cost_model.curve import interpolate_us
+from weaveopt.cost_model.curve import carried, first_point, read_points
 from weaveopt.cost_model.host_algorithms import SUM_BYTES
 from weaveopt.cost_model.host_schedules import doublings
-from weaveopt.cost_model.machine import Curve, FabricCosts
+from weaveopt.cost_model.machine import Curve, FabricCosts, Machine
+from weaveopt.cost_model.uncertainty import read
 
 Carry = Callable[[float], float]
 """From the factor that rounds or bytes grow by to the one that a time is multiplied by."""
@@ -43,17 +44,19 @@ def at_most(factor: float) -> float:
 
 
 def hosts_parts_us(
-    curve: Curve, message_bytes: float, hosts: int, steps: Callable[[int], Steps], carry: Carry
+    machine: Machine, curve: Curve, message_bytes: float, hosts: int, steps: Callable[[int], Steps], carry: Carry
 ) -> tuple[float, float]:
     """(latency, rest) of such a curve among `hosts` hosts: the latency grows with the number of `steps`, the rest with
     their traffic, each as `carry` says; among as many hosts as were measured, as it was measured.
     """
-    floor_us = curve.points[0].us
-    rest_us = interpolate_us(curve.points, message_bytes) - floor_us
+    total_us = read_points(machine, curve.origin, curve.points, message_bytes, curve.row_error)
+    floor_us: float = read(machine, curve.origin, curve.points[0].us, first_point(curve))
+    rest_us: float = total_us - floor_us
     if hosts != curve.hosts:
         here, there = steps(hosts), steps(curve.hosts)
         floor_us *= carry(here.num_steps / there.num_steps)
         rest_us *= carry(here.traffic / there.traffic)
+        rest_us = carried(machine, total_us, floor_us, rest_us, ("hosts", curve.op, curve.variant, curve.hosts, hosts))
     return floor_us, rest_us
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from math import log
+from math import hypot, log
 
-from weaveopt.cost_model.curve import interpolate_us
+from weaveopt.cost_model.curve import interpolate_us, points_error, read_points
 from weaveopt.cost_model.machine import Machine
+from weaveopt.cost_model.uncertainty import away_error, read
 
 
 def memory_us(machine: Machine, num_bytes: float) -> float:
@@ -17,8 +18,9 @@ def memory_us(machine: Machine, num_bytes: float) -> float:
         return 0.0
     memory = machine.memory
     if memory.points:
-        return interpolate_us(memory.points, num_bytes)
-    return max(memory.floor_us, num_bytes / memory.bytes_per_s * 1e6)
+        return read_points(machine, memory.origin, memory.points, num_bytes)
+    us = max(memory.floor_us, num_bytes / memory.bytes_per_s * 1e6)
+    return read(machine, memory.origin, us, ("memory", num_bytes))
 
 
 def norm_us(machine: Machine, num_bytes: float, row: int) -> float:
@@ -27,7 +29,15 @@ def norm_us(machine: Machine, num_bytes: float, row: int) -> float:
     if num_bytes <= 0 or not norms:
         return memory_us(machine, num_bytes)
     nearest = min(norms, key=lambda curve: (abs(log(curve.row / row)), curve.row))
-    return interpolate_us(nearest.points, num_bytes)
+    reading = (machine.memory.origin, nearest.row, row, num_bytes)
+
+    def away() -> float:
+        by_row = sorted(norms, key=lambda curve: curve.row)
+        times = [log(interpolate_us(curve.points, num_bytes)) for curve in by_row]
+        of_row = 0.0 if nearest.row == row else away_error([float(curve.row) for curve in by_row], times, row)
+        return hypot(of_row, points_error(nearest.points, num_bytes))
+
+    return read(machine, machine.memory.origin, interpolate_us(nearest.points, num_bytes), reading, away)
 
 
 def kernel_us(machine: Machine, num_bytes: float, reduced_row: int = 1) -> float:
@@ -40,4 +50,4 @@ def kernel_us(machine: Machine, num_bytes: float, reduced_row: int = 1) -> float
 
 def traffic_us(machine: Machine, num_bytes: float) -> float:
     """`num_bytes` more read or written inside a kernel that runs anyway: no launch, no floor."""
-    return num_bytes / machine.memory.bytes_per_s * 1e6
+    return read(machine, machine.memory.origin, num_bytes / machine.memory.bytes_per_s * 1e6, "memory.bytes_per_s")

@@ -1,7 +1,4 @@
-"""Records of a machine in the cost model, which mirror a profile's JSON field by field.
-
-Units are in the names (`_us`, `_bytes`, `_per_s`). Every block names its origin: measured, a datasheet or a paper.
-"""
+"""Records of a machine in the cost model, which mirror a profile's JSON field by field; units are in the names."""
 
 from __future__ import annotations
 
@@ -320,7 +317,7 @@ class Machine:
     ranks_per_host: int
     """Ranks that a host (or NVLink domain) serves at full speed: its GPUs, or its cores."""
     relative_error: float
-    """The model's own error: a rewrite needs a predicted saving beyond it."""
+    """Error of the difference of two prices at measured points; of a profile without measurements, of any two."""
     origins: tuple[tuple[str, Origin], ...]
     memory: MemoryCosts
     gemms: tuple[GemmCosts, ...] = field(metadata={KEYED: "dtype"})
@@ -345,12 +342,11 @@ class Machine:
     power: PowerCosts | None = None
     """Energy of kernels, and the limit of what a device draws; None: as if it were never reached."""
     timed: KernelTimes = NOTHING_TIMED
-    """Local kernels that were timed at their exact shapes; asked before the curves. No part of a profile."""
+    """Local kernels that were timed at their shapes; asked before the curves. No part of a profile."""
     stands_in: bool = False
     """True if the profile is of other hardware: its prices may be off, together, by as much as they are."""
 
-    def __hash__(self) -> int:
-        """Cheap, because machines are keys of caches that every site asks; equality still compares everything."""
+    def __hash__(self) -> int:  # cheap, because machines are keys of caches; equality still compares everything
         return hash((self.name, self.relative_error, self.timed, self.stands_in))
 
     @cached_property

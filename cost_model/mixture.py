@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,6 +14,7 @@ from weaveopt.cost_model.kernel_curve import kernel_curve_us
 from weaveopt.cost_model.kernels import memory_us
 from weaveopt.cost_model.machine import KernelCurve, Machine
 from weaveopt.records.candidate import Rejection, Values
+from weaveopt.records.price import hypotenuse
 from weaveopt.records.site import DTYPE_BYTES
 from weaveopt.records.skew import UNIFORM, Skew
 
@@ -114,13 +114,13 @@ def kernels_us(machine: Machine, mixture: Mixture, kernels: str = "") -> float |
     if len(curves) < 2 or has_few_rows(mixture, kernels):
         return None
     least = curves["rows"].points[0].size
-    arithmetic_us = _on_curve(curves["rows"], mixture.flops) * min(mixture.flops / least, 1.0)
-    return math.hypot(_on_curve(curves["weights"], mixture.weight_bytes), arithmetic_us)
+    arithmetic_us = _on_curve(machine, curves["rows"], mixture.flops) * min(mixture.flops / least, 1.0)
+    return hypotenuse(_on_curve(machine, curves["weights"], mixture.weight_bytes), arithmetic_us)
 
 
-def _on_curve(curve: KernelCurve, size: float) -> float:
+def _on_curve(machine: Machine, curve: KernelCurve, size: float) -> float:
     most = curve.points[-1].size
-    return kernel_curve_us(curve, min(size, most)) * max(size / most, 1.0)
+    return kernel_curve_us(machine, curve, min(size, most)) * max(size / most, 1.0)
 
 
 def fastest_kernels(machine: Machine, mixture: Mixture, kernels: Sequence[str]) -> str | None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from math import log
 from typing import Generic, TypeVar
 
 from weaveopt.cost_model.collectives import fabric_costs
-from weaveopt.cost_model.curve import at_row, interpolate_us
+from weaveopt.cost_model.curve import at_row, between_rows, interpolate_us, read_points
 from weaveopt.cost_model.depths import at_depth_us, between
 from weaveopt.cost_model.machine import Curve, Machine, Point
+from weaveopt.cost_model.uncertainty import away_error
 from weaveopt.records.candidate import Fabric, Values
+from weaveopt.records.price import Price, PriceSource, Uncertainty
 
 C = TypeVar("C")
 """How a kernel is cut: each operation's own."""
@@ -71,6 +74,7 @@ def kernels_of(
 
 def fastest(
     kernels: OperationCurves[C],
+    machine: Machine,
     message: Message,
     depth: int,
     waves: Callable[[C, int, int, int], int],
@@ -86,9 +90,9 @@ def fastest(
         return Unmeasured("not_measured", "the kernel was not measured on the machine with so many ranks", where)
     found: list[tuple[C, float]] = []
     for cut, by_depth in kernels.by_cut.items():
-        us = overlapped_us(by_depth, message, depth, partial(waves, cut))
-        if us is not None:
-            found.append((cut, us))
+        known_us = overlapped_us(machine, by_depth, message, depth, partial(waves, cut))
+        if known_us is not None:
+            found.append((cut, known_us))
     if not found:
         sizes = (("bytes", message.bytes), (kernels.depth, depth))
         return Unmeasured("beyond_measured", "the kernel was not measured at this size, and is not used there", sizes)
@@ -102,34 +106,45 @@ def _longest_row(kernels: OperationCurves[C]) -> float:
     return max(rows) if all(rows) else float("inf")
 
 
-def overlapped_us(by_depth: ByDepth, message: Message, depth: int, waves: Waves) -> float | None:
+def overlapped_us(machine: Machine, by_depth: ByDepth, message: Message, depth: int, waves: Waves) -> Price | None:
     """Time at `depth`, from curves of one kernel by depth: one for each length of rows. What is called depth is the
     size of the GEMM that rows do not imply: k where its results are exchanged, n where its input is. Of more columns
     waves of tiles are more, each of which takes as long as one of the nearest measured sizes; a last one counts whole.
 
     None where it was not measured at such a size.
     """
-    found: dict[int, float] = {}
+    found: dict[int, Price] = {}
     for measured, curves in by_depth.items():
         if at_row(curves, message.row).covers(message.bytes):
-            found[measured] = _at_size_us(curves, message, measured, waves)
+            found[measured] = _at_size_us(machine, curves, message, measured, waves)
     plain_us = at_depth_us(found, depth)
     if plain_us is None:
         return None
     here = waves(message.tokens, message.row, depth)
     waves_at = {each: waves(message.tokens, message.row, each) for each in found}
     if here == 0 or set(waves_at.values()) == {here}:
-        return plain_us
-    return between({each: us / waves_at[each] for each, us in found.items()}, depth) * here
+        us = plain_us
+    else:
+        us = between({each: us / waves_at[each] for each, us in found.items()}, depth) * here
+    kernel = next(iter(by_depth.values()))[0]
+
+    def away() -> float:
+        """Between depths, as at any other size."""
+        depths = sorted(found)
+        error = away_error([float(each) for each in depths], [log(found[each]) for each in depths], depth)
+        return bool(machine.relative_error) * error
+
+    return us.with_error((kernel.op, kernel.variant, message, depth), away, PriceSource.INTERPOLATED)
 
 
-def _at_size_us(curves: tuple[Curve, ...], message: Message, depth: int, waves: Waves) -> float:
+def _at_size_us(machine: Machine, curves: tuple[Curve, ...], message: Message, depth: int, waves: Waves) -> Price:
     """Read from curves of one depth, as it is and by what a wave of tiles takes; the longer of the two.
 
     Times were measured at sizes whose tiles fill whole waves. A few rows more may take a wave more.
     """
     size = message.bytes
-    plain_us = interpolate_us(at_row(curves, message.row).points, size)
+    plain = at_row(curves, message.row)
+    plain_us = read_points(machine, plain.origin, plain.points, size, plain.row_error)
     # A profile may omit the SMs, and the length of rows at which a time was measured.
     here = waves(message.tokens, message.row, depth)
     if here == 0 or not all(curve.row for curve in curves):
@@ -140,4 +155,10 @@ def _at_size_us(curves: tuple[Curve, ...], message: Message, depth: int, waves: 
         tokens_of = ((point, max(round(point.bytes / row_bytes), 1)) for point in curve.points)
         points = tuple(Point(point.bytes, point.us / waves(tokens, curve.row, depth)) for point, tokens in tokens_of)
         of_a_wave.append(replace(curve, points=points))
-    return max(plain_us, interpolate_us(at_row(of_a_wave, message.row).points, size) * here)
+    waves_us = interpolate_us(between_rows(of_a_wave, message.row).points, size) * here
+    # Read one way or the other, and the truth is between: half of what they differ by is not known.
+    apart_us = waves_us - float(plain_us)
+    if apart_us <= 0.0:
+        return plain_us
+    reading = ("waves", plain.op, plain.variant, size)
+    return plain_us + Price(apart_us, Uncertainty({reading: apart_us / 2.0}, PriceSource.INTERPOLATED))

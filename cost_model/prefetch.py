@@ -10,12 +10,13 @@ import math
 from dataclasses import dataclass, replace
 
 from weaveopt.cost_model.collectives import fabric_costs
-from weaveopt.cost_model.curve import interpolate_us, nearest_curve
+from weaveopt.cost_model.curve import nearest_curve, read_points
 from weaveopt.cost_model.exchange import ShardedMixture
 from weaveopt.cost_model.host import host_us
 from weaveopt.cost_model.kernels import memory_us
 from weaveopt.cost_model.machine import CopyContention, Machine
 from weaveopt.cost_model.mixture import Mixture, cpu_parts, kernels_us
+from weaveopt.cost_model.uncertainty import read
 from weaveopt.records.candidate import Fabric
 
 READS, IN_PLACE = "expert_reads", "in_place"
@@ -84,7 +85,7 @@ def read_parts(machine: Machine, fabric: Fabric, sharded: ShardedMixture, kernel
     if curve is None:
         return None
     tiles = math.ceil(own.rows / max(own.active, 1) / TILE_ROWS)
-    read_us = interpolate_us(curve.points, max(float(missing_bytes(sharded) * tiles), 1.0))
+    read_us = read_points(machine, curve.origin, curve.points, max(float(missing_bytes(sharded) * tiles), 1.0))
     return ReadParts(local_us, max(read_us - local_us, 0.0), _LAUNCHES * host_us(machine))
 
 
@@ -118,7 +119,9 @@ def ahead_parts(machine: Machine, sharded: ShardedMixture, kernels: str, window_
     engine, experts = machine.copy_engine, kernels_us(machine, of_own_tokens(sharded), kernels)
     if experts is None or engine is None:
         return None
-    fetch = engine.latency_us + layer_missing_bytes(sharded) / engine.contended_bytes_per_s * 1e6
+    num_bytes = layer_missing_bytes(sharded)
+    fetch_us = engine.latency_us + num_bytes / engine.contended_bytes_per_s * 1e6
+    fetch = read(machine, engine.origin, fetch_us, ("copy_engine", num_bytes))
     hidden = min(fetch, experts + window_us)
     copies = copy_contention(machine)
     slowdown = 0.0 if copies is None else copies.gemm - 1.0

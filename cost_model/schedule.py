@@ -140,7 +140,7 @@ class _Simulation:
             position = queue[self._heads[stream]]
             task = self._tasks[position]
             if all(other in self.done for other in task.waits_for) and not (self._serial and self._must_wait(task)):
-                self._running[stream] = _Running(position, self._now_us, self._now_us, task.us)
+                self._running[stream] = _Running(position, self._now_us, self._now_us, float(task.us))
                 self._heads[stream] += 1
 
     def _must_wait(self, task: Task) -> bool:

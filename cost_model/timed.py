@@ -3,18 +3,30 @@
 A table of them is a part of the machine. A kernel that is in it takes what was timed. At another size of a kernel that
 is in it (more tokens, all else equal) the profile's curve holds the form and the timed sizes the height: the logarithm
 of timed / predicted is interpolated along log size, and fades beyond the outermost timed sizes.
+
+A time is off by what its single times spread over. Where that is more than the profile's price may be off by, the
+profile's price stands.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import exp, log
 from typing import Protocol
 
-from weaveopt.cost_model.timing import error_of
+from weaveopt.cost_model.timing import LEAST_ERROR, error_of
+from weaveopt.records.price import (
+    STAND_IN,
+    Price,
+    PriceSource,
+    Uncertainty,
+    error_us_of,
+    errors_of,
+    source_of,
+)
 
 FADE = log(4.0)
 """Beyond the outermost timed sizes the correction is gone at this logarithm of the ratio: at four times the size a
@@ -57,6 +69,15 @@ class KernelTime:
         """Standard error of the time, relative to it."""
         return error_of(self.spread)
 
+    @property
+    def price(self) -> Price:
+        """The time, with its error."""
+        return Price.read(self.us, self.shape, self.relative_error, PriceSource.TIMED)
+
+    def is_surer(self, predicted: float) -> bool:
+        """True if the time may be off by no more than the profile's price of the kernel, or spreads as times do."""
+        return self.relative_error <= LEAST_ERROR or self.relative_error * predicted <= error_us_of(predicted)
+
 
 class KernelTimes(Protocol):
     """Table that prices of local kernels are looked up in before the profile's curves."""
@@ -95,13 +116,13 @@ class TimedKernels:
         """Microseconds: as timed, else the profile's, corrected by the sizes of this kernel that were timed."""
         if not self.kernels:
             return by_profile(shape.size)
-        found = self.find(shape)
-        if found is not None:
-            return found.us
-        predicted = by_profile(shape.size)
+        found, predicted = self.find(shape), by_profile(shape.size)
+        if found is not None and found.is_surer(predicted):
+            return found.price
         # A layout that was not timed takes after the others.
-        series = self._by_size.get(replace(shape, size=0)) or self._by_size.get(replace(shape, size=0, layout=""), {})
-        return predicted * exp(_correction(series, shape.size, by_profile)) if series else predicted
+        known = self._by_size.get(replace(shape, size=0)) or self._by_size.get(replace(shape, size=0, layout=""), {})
+        series = {size: each for size, each in known.items() if each.is_surer(by_profile(size))}
+        return _corrected(series, shape.size, predicted, by_profile) if series else predicted
 
     @cached_property
     def _by_size(self) -> dict[KernelShape, dict[int, KernelTime]]:
@@ -116,18 +137,41 @@ class TimedKernels:
 NOTHING_TIMED = TimedKernels()
 
 
-def _correction(series: Mapping[int, KernelTime], size: int, by_profile: ByProfile) -> float:
-    """log(timed / predicted) at a size, linear between timed sizes in the logarithm."""
-    sizes = [*series]
+def _corrected(series: Mapping[int, KernelTime], size: int, predicted: float, by_profile: ByProfile) -> Price:
+    """The profile's price, times timed / predicted as the timed sizes next to it have it.
+
+    It is off by what the profile's price is, and by what the times are. Of a profile that only stands in no more than
+    the form counts, so its error grows with the distance to the next timed size.
+    """
+    shares = _shares([*series], size)
+    factor = exp(sum(share * _ratio(series[at], by_profile) for at, share in shares.items()))
+    us = float(predicted) * factor
+
+    def known() -> Uncertainty:
+        away = min(1.0, *(abs(log(size / at)) / FADE for at in shares))
+        errors = {
+            reading: error_us * factor * (away if reading == STAND_IN else 1.0)
+            for reading, error_us in errors_of(predicted).items()
+        }
+        for at, share in shares.items():
+            errors[series[at].shape] = us * share * series[at].relative_error
+        return Uncertainty(errors, source_of(predicted))
+
+    return Price(us, known)
+
+
+def _shares(sizes: Sequence[int], size: int) -> dict[int, float]:
+    """Weights of the timed sizes next to `size`: between two linear in its logarithm, beyond the ends fading."""
     right = bisect_left(sizes, size)
     if right in (0, len(sizes)):
         end = sizes[min(right, len(sizes) - 1)]
-        return _ratio(series[end], by_profile) * max(0.0, 1.0 - abs(log(size / end)) / FADE)
+        return {end: max(0.0, 1.0 - abs(log(size / end)) / FADE)}
     low, high = sizes[right - 1], sizes[right]
     share = log(size / low) / log(high / low)
-    return (1.0 - share) * _ratio(series[low], by_profile) + share * _ratio(series[high], by_profile)
+    return {low: 1.0 - share, high: share}
 
 
 def _ratio(timed: KernelTime, by_profile: ByProfile) -> float:
+    """log(timed / predicted) at a timed size."""
     predicted = by_profile(timed.shape.size)
     return log(timed.us / predicted) if predicted > 0.0 else 0.0

@@ -228,15 +228,13 @@ def _parameters(facts: ExchangeFacts, tokens: TokenCounts, machine: Machine, low
 
 
 def _estimate(machine: Machine, parts: PushedParts | GpuParts, facts: ExchangeFacts) -> Estimate:
-    """`experts` of CPU ranks as without a rewrite, so their error cancels in a saving."""
     slowdown = machine.oversubscription(facts.world, facts.hosts)
     if isinstance(parts, GpuParts):
         terms = tuple(Term(name, us * slowdown) for name, us in asdict(parts).items() if us)
-        return Estimate(terms, machine.relative_error)
+        return Estimate(terms)
     us = {name: value if name == "synchronize" else value * slowdown for name, value in asdict(parts).items()}
     experts = Term("experts", us.pop("experts"))
-    uncertain = Estimate(tuple(Term(name, value) for name, value in us.items()), machine.relative_error)
-    estimate = uncertain.plus(Estimate((experts,)))
+    estimate = Estimate(tuple(Term(name, value) for name, value in us.items())).plus(Estimate((experts,)))
     return replace(estimate, terms=tuple(sorted(estimate.terms, key=lambda term: term.name != "experts")))
 
 

@@ -2,8 +2,7 @@
 
 A matcher finds the sites of one kind. A site rule proposes candidates at sites of the kinds that it supports, asks for
 memory and splices its replacement in. A graph rule proposes variants of a whole graph. Rules are independent of each
-other, and none holds a threshold: those come from the cost model. Whatever else a rule needs it expresses by three
-optional hooks: `SettlesSites`, `RelatesSites` and `HooksInductor`.
+other, and none holds a threshold. Else there are three optional hooks: `SettlesSites`, `RelatesSites`, `HooksInductor`.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import torch.fx as fx
 
 from weaveopt.config import Config
 from weaveopt.cost_model import Machine
+from weaveopt.cost_model.timed import NOTHING_TIMED
 from weaveopt.fabrics.topology import Topology
 from weaveopt.graph.facts import tokens_of
 from weaveopt.graph.pattern import tensor_of
@@ -36,15 +36,16 @@ class Context:
     topologies: Mapping[str, Topology]
     """Topology of each process group in which the graph communicates, by the group's name."""
     not_measured: Rejection | None = None
-    """Why no rule may be used unless it is forced: `machine` only stands in for GPUs that have no profile."""
+    """Why no rule may be used unless it is forced, or the site is local and kernels were timed: a profile stands in."""
     phase: str = ""
     """Phase of the captured graph, as `CapturedGraph.phase`."""
 
-    def against(self, rule: str) -> Rejection | None:
-        """Reason why `rule` may not be used anywhere; None if it may."""
+    def against(self, rule: str, site: Site | None = None) -> Rejection | None:
+        """Reason why `rule` may not be used at a site, or at none where `site` is None; None if it may."""
         if rule in self.config.disable:
             return Rejection("disabled", "the rule is switched off by an option", (("rule", rule),))
-        return None if rule in self.config.force else self.not_measured
+        timed = site is not None and not site.groups and self.machine.timed != NOTHING_TIMED
+        return None if timed or rule in self.config.force else self.not_measured
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ class PricedSite:
     choices: tuple[int, ...]
     """Positions of the allowed proposals: choice `i` of the site; after them the choice to leave it."""
     forced: frozenset[str] = frozenset()
-    """Rules that are not charged the model's own error."""
+    """Rules that are not charged the error of their saving."""
 
     @property
     def replaces_consumers(self) -> bool:

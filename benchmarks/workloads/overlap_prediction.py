@@ -104,7 +104,7 @@ def predictions(machine: Machine, known: Measured, message: Message, depth: int,
 
     found = {}
     for cut, by_depth in known.kernels.known(machine, Fabric.PEER, world, known.variant).by_cut.items():
-        us = overlapped_us(by_depth, message, depth, partial(waves, cut))
+        us = overlapped_us(machine, by_depth, message, depth, partial(waves, cut))
         if us is not None:
             found[cut] = us
     return found

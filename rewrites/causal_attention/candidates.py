@@ -210,4 +210,4 @@ def _estimate(
         # One kernel finds the keys that the mask admits, for all sites that read it.
         ranges_us = surroundings.us_of(MEMORY, MemoryCall(mask_bytes)) / facts.reads_of_mask
         found.append(Term(MEMORY, ranges_us))
-    return Estimate(tuple(found), surroundings.machine.relative_error)
+    return Estimate(tuple(found))

@@ -188,4 +188,4 @@ def _traffic(sharded: ShardedMixture, form: str) -> Values:
 def _estimate(machine: Machine, facts: ExchangeFacts, priced: _Priced) -> Estimate:
     slowdown = machine.oversubscription(facts.world, facts.hosts)
     terms = tuple(Term(term.name, term.us * slowdown) for term in priced.terms if term.us)
-    return Estimate(terms, machine.relative_error)
+    return Estimate(terms)

@@ -109,8 +109,8 @@ def estimate_chunks(machine: Machine, workload: Workload, exchange: ChunkExchang
     """The site in chunks of `rows`.
 
     Terms: `gemm`, all chunks' GEMMs; `exchange`, of every chunk but the last; `last chunk`, the last one's, which
-    nothing hides; `overlapped`, what running both at once changes; `host`. The model's own error is charged for all
-    of it: the GEMMs of chunks are not the graph's, so that what is wrong with its price need not be with theirs.
+    nothing hides; `overlapped`, what running both at once changes; `host`. The GEMMs of chunks are not the graph's, so
+    what is wrong with its price need not be with theirs.
     """
     sizes = _Sizes(machine, workload)
     return _chunked(sizes, exchange, rows, sizes.chunks(exchange, rows))
@@ -122,15 +122,17 @@ def _chunked(sizes: _Sizes, exchange: ChunkExchange, rows: Sequence[int], chunks
     last_us = chunks[-1].exchange_us if chunks else 0.0
     exchange_us = sum(each.exchange_us for each in chunks) - last_us
     makespan_us = schedule(tasks, measured_contention(sizes.machine)).us
+    # A number, no price: what overlaps is off by as much as the same work in turn.
+    hidden_us = makespan_us - float(gemm_us) - float(exchange_us) - float(last_us)
     terms = (
         Term("gemm", gemm_us),
         Term("exchange", exchange_us),
-        Term("overlapped", makespan_us - gemm_us - exchange_us - last_us if exchange.ctas else 0.0),
+        Term("overlapped", hidden_us if exchange.ctas else 0.0),
         Term("last chunk", last_us),
         Term("host", sizes.waited_us(len(rows))),
     )
     kept = tuple(term for term in terms if term.us != 0.0)
-    return Chunked(exchange, tuple(rows), tasks, Estimate(kept, sizes.machine.relative_error))
+    return Chunked(exchange, tuple(rows), tasks, Estimate(kept))
 
 
 def _least_us(sizes: _Sizes, exchange: ChunkExchange, rows: Sequence[int], chunks: Sequence[ChunkTimes]) -> float:
@@ -186,4 +188,5 @@ def _times(machine: Machine, chunk: Workload, exchange: ChunkExchange) -> ChunkT
     estimate = estimate_fused(machine, chunk, exchange.fabric, exchange.algorithm, False, transfer, num_ctas)
     multiplied_us = sum(term.us for term in estimate.terms if term.name == "gemm")
     stream_switch_us = 0.0 if exchange.contention is None or machine.launch is None else machine.launch.graph_us
-    return ChunkTimes(multiplied_us, estimate.us - multiplied_us + stream_switch_us)
+    exchanged_us = sum(term.us for term in estimate.terms if term.name != "gemm")
+    return ChunkTimes(multiplied_us, exchanged_us + stream_switch_us)

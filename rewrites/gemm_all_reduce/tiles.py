@@ -96,8 +96,8 @@ def price(machine: Machine, workload: Workload, fabric: Fabric) -> PricedTiles |
     """The kernel at a site that it takes; or why its time is not known.
 
     Terms: `gemm`, as the graph's own would take; `exposed`, what the kernel takes beyond that; `gather`, in full,
-    though the GEMM may hide some of it; `host`. The model's own error is charged for all of it: the GEMM is not the
-    graph's, so what is wrong with its price need not be with this one's.
+    though the GEMM may hide some of it; `host`. The kernel's time is off by the error of its own curve: the GEMM is
+    not the graph's, so what is wrong with its price need not be with this one's.
     """
     assert workload.gemm is not None, "a site without a GEMM has no tiles"
     output = _output_of(workload)
@@ -110,7 +110,7 @@ def price(machine: Machine, workload: Workload, fabric: Fabric) -> PricedTiles |
 
     message = Message(workload.tokens, workload.hidden, DTYPE_BYTES[workload.dtype])
     multiplied_us = gemm_us(machine, workload.gemm, workload.dtype)
-    found = fastest(kernels, message, workload.gemm.k, waves, multiplied_us)
+    found = fastest(kernels, machine, message, workload.gemm.k, waves, multiplied_us)
     if isinstance(found, Unmeasured):
         return Rejection(found.code, found.message, found.values)
     cut, us = found
@@ -137,4 +137,4 @@ def _estimate(machine: Machine, workload: Workload, kernel_us: float, gathered_u
         Term("gather", gathered_us),
         Term("host", host_us(machine) * slowdown),
     )
-    return Estimate(tuple(term for term in terms if term.us != 0.0), machine.relative_error)
+    return Estimate(tuple(term for term in terms if term.us != 0.0))

@@ -94,7 +94,7 @@ def candidates(
         parts = cpu_parts(machine, mixture)
         shared, waited = surroundings.oversubscription, host_us(machine) * surroundings.oversubscription
         terms = (Term(GEMM, parts.gemm_us * shared), Term(MEMORY, parts.memory_us * shared + waited))
-        yield Candidate(RULE, Fabric.LIBRARY, BY_EXPERT, parameters, Estimate(terms, machine.relative_error))
+        yield Candidate(RULE, Fabric.LIBRARY, BY_EXPERT, parameters, Estimate(terms))
         return
     against = tuple(_against(facts, host))
     against_hopper = (*against, *_against_hopper(facts, host))
@@ -107,7 +107,7 @@ def candidates(
         if not reasons and us is None:
             reasons = (_no_time(machine, mixture, variant),)
         if us is not None:
-            estimate = Estimate((Term(EXPERTS, us + host_us(machine)),), machine.relative_error)
+            estimate = Estimate((Term(EXPERTS, us + host_us(machine)),))
             several = CURVES[variant] == fastest and not tokens.is_static
             table = _by_tokens(machine, facts, transposed, tokens, tuple(able)) if several else ()
             yield Candidate(RULE, Fabric.LIBRARY, variant, parameters, estimate, table=table)

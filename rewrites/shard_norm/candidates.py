@@ -203,7 +203,7 @@ def _best(offered: list[tuple[Candidate, str]]) -> ChainPart | tuple[Rejection, 
     ]
     if not allowed:
         return tuple(reason for candidate, _ in offered for reason in candidate.rejections)
-    return min(allowed, key=lambda part: part.estimate.us_with_margin)
+    return min(allowed, key=lambda part: part.estimate.us)
 
 
 def _joined(chain: Chain, machine: Machine, fabric: Fabric, parts: list[ChainPart]) -> Found:
@@ -213,7 +213,7 @@ def _joined(chain: Chain, machine: Machine, fabric: Fabric, parts: list[ChainPar
     estimate = _named(scatter.estimate).plus(between).plus(_named(gather.estimate))
     summed = parts[2].estimate if len(parts) > 2 else Estimate(())
     if summed.us:
-        estimate = estimate.plus(Estimate((Term(GATHER, summed.us),), summed.relative_error))
+        estimate = estimate.plus(Estimate((Term(GATHER, summed.price),)))
     facts, counts = chain.facts, chain.padded
     division: tuple[Hashable, ...]
     if chain.is_padded:
@@ -225,7 +225,7 @@ def _joined(chain: Chain, machine: Machine, fabric: Fabric, parts: list[ChainPar
     copy_us = memory_us(machine, chain.shard_bytes * (1 + facts.world)) + host_us(machine)
     lowered = ShardNormPlan(
         fabric, counts.most, scatter.cut, gather.cut, takes_norm, chain.is_padded, division,
-        gather_us=summed.us if facts.sum_read_by_reductions else 0.0,
+        gather_us=summed.price if facts.sum_read_by_reductions else 0.0,
         unshard_copy_us=0.0 if takes_norm else copy_us,
     )  # fmt: skip
     variant = ", ".join(part.variant for part in parts[:2] if part.variant)
@@ -256,7 +256,7 @@ def _between(chain: Chain, machine: Machine) -> Estimate:
         Term("pad", pad_us * slowdown),
         Term("host", kernels * host_us(machine) * slowdown),
     )
-    return Estimate(tuple(term for term in terms if term.us), machine.relative_error)
+    return Estimate(tuple(term for term in terms if term.us))
 
 
 def _sped_up_us(chain: Chain, machine: Machine) -> float:

@@ -73,6 +73,8 @@ class FakeClock:
     steep: bool = False
     """True if the time grows with the cube of the rows beyond `ROWS`."""
     dies: bool = False
+    spread: float = 0.02
+    """Spread of the single times of every kernel."""
     num_calls: int = 0
     asked: tuple[KernelShape, ...] = ()
 
@@ -87,7 +89,7 @@ class FakeClock:
         for kernel in kernels:
             us = self.us_by_columns.get(kernel.shape.rest[-1], kernel.us)
             grown = (kernel.shape.size / ROWS) ** 3 if self.steep else 1.0
-            times.append(KernelTime(kernel.shape, us * grown, 0.02))
+            times.append(KernelTime(kernel.shape, us * grown, self.spread))
         return KernelTimings(tuple(times))
 
 

@@ -33,15 +33,15 @@ def test_no_host_waits_or_sends_more_often_than_is_counted(hosts: int) -> None:
 
 def test_among_as_many_hosts_it_is_what_was_measured() -> None:
     for carry in (at_least, at_most):
-        assert sum(hosts_parts_us(CURVE, 1 << 20, 4, lambda hosts: gpu_doubling(hosts, 2), carry)) == 50.0
+        assert sum(hosts_parts_us(machine(), CURVE, 1 << 20, 4, lambda hosts: gpu_doubling(hosts, 2), carry)) == 50.0
 
 
 def test_a_kernel_takes_no_less_among_fewer_hosts_and_grows_with_rounds_and_bytes() -> None:
     def steps(hosts: int) -> cost_model.Steps:
         return gpu_doubling(hosts, 2)
 
-    assert hosts_parts_us(CURVE, 1 << 20, 16, steps, at_least) == pytest.approx((20.0, 40.0 * 7 / 3))
-    assert hosts_parts_us(CURVE, 1 << 20, 2, steps, at_least) == (10.0, 40.0)
+    assert hosts_parts_us(machine(), CURVE, 1 << 20, 16, steps, at_least) == pytest.approx((20.0, 40.0 * 7 / 3))
+    assert hosts_parts_us(machine(), CURVE, 1 << 20, 2, steps, at_least) == (10.0, 40.0)
 
 
 def test_the_library_takes_no_more_among_more_hosts() -> None:

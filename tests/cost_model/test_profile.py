@@ -157,7 +157,7 @@ def test_a_curve_tells_operation_variant_row_and_range(tmp_path: Path) -> None:
     ]
     assert len(costs.curves_of("gemm_reduce_scatter", "waves=3")) == 1 and not costs.curves_of("all_reduce_norm", "x")
     assert costs.transfers == ("ll_packet", "bulk", "direct")
-    assert kernel_curve_us(machine.kernels[0], 10) == pytest.approx(40.0**0.5)
+    assert kernel_curve_us(machine, machine.kernels[0], 10) == pytest.approx(40.0**0.5)
     lines = dict(machine.summary().origins)
     assert {"fabrics.peer.all_reduce_norm.two_shot.bulk.world2", "kernels.attention.paged"} <= set(lines)
     path.write_text(cost_model.dumps(machine))
@@ -364,6 +364,7 @@ def test_imports_nothing_but_records_and_errors() -> None:
     allowed = {
         "weaveopt.cost_model",
         "weaveopt.records.candidate",
+        "weaveopt.records.price",
         "weaveopt.records.report",
         "weaveopt.records.site",
         "weaveopt.records.skew",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import log, sqrt
+from math import hypot, log, sqrt
 
 import pytest
 
@@ -11,6 +11,7 @@ from weaveopt import cost_model
 from weaveopt.cost_model import Attention, Gemm, attention_us, batched_gemm_us, gemm_us, grouped_gemm_us
 from weaveopt.cost_model.attention import shape_of
 from weaveopt.cost_model.timed import NOTHING_TIMED, KernelShape, KernelTime, TimedKernels
+from weaveopt.records.price import Price, PriceSource, error_us_of, source_of
 from weaveopt.records.skew import Skew
 
 MACHINE = cost_model.load("h100x2")
@@ -86,3 +87,42 @@ def test_nothing_timed_is_the_profile() -> None:
 def test_an_error_is_that_of_the_spread() -> None:
     assert KernelTime(gemm(1), 5.0, 0.4).relative_error == pytest.approx(0.1)
     assert KernelTime(gemm(1), 5.0, 0.0).relative_error == pytest.approx(0.02)
+
+
+def noisy(spread: float, us: float = 50.0) -> cost_model.Machine:
+    return with_times(KernelTime(gemm(1500), us, spread))
+
+
+def test_a_time_is_off_by_its_spread() -> None:
+    quiet, loud = (gemm_us(noisy(spread), Gemm(1500, K, N), BF16) for spread in (0.01, 0.12))
+    assert (error_us_of(quiet), error_us_of(loud)) == (pytest.approx(1.0), pytest.approx(1.5))
+    assert source_of(quiet) is source_of(loud) is PriceSource.TIMED
+
+
+def test_a_time_that_spreads_wider_than_the_profile_may_be_off_does_not_take_its_place() -> None:
+    profile = gemm_us(MACHINE, Gemm(1500, K, N), BF16)
+    spread = 4.2 * error_us_of(profile) / profile
+    assert gemm_us(noisy(0.9 * spread), Gemm(1500, K, N), BF16) == 50.0
+    for rows in (1500, 2000):  # nor does it correct other sizes
+        plain = gemm_us(MACHINE, Gemm(rows, K, N), BF16)
+        found = gemm_us(noisy(2.0 * spread), Gemm(rows, K, N), BF16)
+        assert found == plain and error_us_of(found) == error_us_of(plain)
+
+
+def test_what_is_scaled_to_times_is_off_by_both() -> None:
+    plain = gemm_us(MACHINE, Gemm(2000, K, N), BF16)
+    scaled = gemm_us(noisy(0.0), Gemm(2000, K, N), BF16)
+    share = 1.0 - log(2000 / 1500) / log(4.0)
+    assert error_us_of(scaled) / scaled == pytest.approx(hypot(error_us_of(plain) / plain, 0.02 * share))
+    assert source_of(scaled) is source_of(plain)
+
+
+def test_prices_of_a_profile_that_stands_in_are_off_together_by_all_that_they_are() -> None:
+    stand_in = replace(MACHINE, stands_in=True)
+    long, short = gemm_us(stand_in, Gemm(4000, K, N), BF16), cost_model.memory_us(stand_in, 1 << 24)
+    assert isinstance(long, Price) and isinstance(short, Price)
+    assert error_us_of(long) == long and error_us_of(long - short) == pytest.approx(long - short)
+    timed = replace(stand_in, timed=TimedKernels([KernelTime(gemm(4000), 100.0)]))
+    assert error_us_of(gemm_us(timed, Gemm(4000, K, N), BF16)) == pytest.approx(2.0)
+    near, far = (gemm_us(timed, Gemm(m, K, N), BF16) for m in (4400, 12000))
+    assert error_us_of(near) / near < 0.1 < 0.5 < error_us_of(far) / far

@@ -13,6 +13,7 @@ from itertools import pairwise, product
 import torch
 import torch.fx as fx
 
+from tests.graphs.uncertain import estimate_of
 from weaveopt import cost_model
 from weaveopt.config import Config
 from weaveopt.cost_model import Machine
@@ -154,7 +155,7 @@ class Toy:
     def _proposal(self, found: FoundSite, offer: Offer, context: Context) -> Proposal:
         consumed = found.nodes if offer.consumes is None else offer.consumes
         us = len(consumed) * node_us(context.machine) - offer.saves_us
-        estimate = Estimate((Term("all", us),), self.error)
+        estimate = estimate_of(self.error, ("all", us))
         candidate = Candidate(self.name, offer.fabric, offer.variant, (), estimate, offer.rejections)
         return Proposal(candidate, consumed, offer)
 

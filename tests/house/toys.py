@@ -19,12 +19,13 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor
 
+from tests.graphs.uncertain import estimate_of
 from weaveopt.fabrics.arena import transport
 from weaveopt.fabrics.topology import process_group
 from weaveopt.graph.facts import count_tokens, group_of, module_of
 from weaveopt.graph.pattern import is_call, tensor_of
 from weaveopt.graph.splice import call_after, current, erase_dead, last_of, replace_uses
-from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term, Values
+from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Values
 from weaveopt.records.memory import Buffer, Lifetime
 from weaveopt.records.site import Site, TokenCounts
 from weaveopt.rule import (
@@ -57,7 +58,7 @@ class Shape:
 
 
 def estimate(us: float, name: str = "toy") -> Estimate:
-    return Estimate((Term(name, us),), relative_error=0.01)
+    return estimate_of(0.01, (name, us))
 
 
 # --- a local rewrite ------------------------------------------------------------------------------------------------

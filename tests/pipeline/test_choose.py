@@ -12,23 +12,25 @@ from weaveopt.pipeline.choose import choose
 from weaveopt.pipeline.decide import DecidedGraph
 from weaveopt.pipeline.timeline import Timeline
 from weaveopt.records.candidate import Rejection
+from weaveopt.records.price import Price, PriceSource
 from weaveopt.records.report import Regime
 from weaveopt.records.task import Stream, Task
 
 CONTEXT = toys.context(replace(toys.exact(), relative_error=0.1))
 
 
-def lasting(us: float, upper_us: float | None = None) -> Timeline:
+def lasting(us: float, upper_us: float | None = None, error: float = 0.0) -> Timeline:
     pair = frozenset() if upper_us is None else frozenset({(Stream.COMPUTE, Stream.COMMUNICATION)})
     upper = Schedule((Interval(0.0, us if upper_us is None else upper_us),))
-    return Timeline((Task(us),), Schedule((Interval(0.0, us),), pair), upper)
+    price = Price.read(us, object(), error, PriceSource.MEASURED)
+    return Timeline((Task(us),), Schedule((Interval(0.0, us),), pair), upper, (price,))
 
 
 def decided(us: float | None, name: str = "captured", rule: str = "", upper_us: float | None = None) -> DecidedGraph:
     graph = toys.Graph()
     found = toys.decided(graph, toys.rules(toys.Toy()), CONTEXT)
     captured = replace(found.priced.captured, variant=name, rule=rule)
-    timeline = None if us is None else lasting(us, upper_us)
+    timeline = None if us is None else lasting(us, upper_us, 0.1 if rule else 0.0)
     return replace(found, priced=replace(found.priced, captured=captured), timeline=timeline)
 
 
@@ -80,7 +82,7 @@ def test_a_variant_serves_only_counts_at_which_it_wins(monkeypatch: pytest.Monke
         graphs[index] = replace(each, priced=replace(each.priced, captured=replace(each.priced.captured, tokens=40)))
 
     def at(graph: DecidedGraph, tokens: int) -> Timeline:
-        return lasting(100.0 if graph.priced.captured.variant == "captured" else float(tokens))
+        return lasting(100.0) if graph.priced.captured.variant == "captured" else lasting(float(tokens), error=0.1)
 
     monkeypatch.setattr("weaveopt.pipeline.choose.timeline_at", at)
     monkeypatch.setattr("weaveopt.pipeline.choose.exchanged_rows", lambda sites: [(64, "float32")])
@@ -90,7 +92,9 @@ def test_a_variant_serves_only_counts_at_which_it_wins(monkeypatch: pytest.Monke
     slower = [graphs[0], replace(graphs[1], timeline=lasting(200.0))]
     monkeypatch.setattr(
         "weaveopt.pipeline.choose.timeline_at",
-        lambda graph, tokens: lasting(100.0 if graph.priced.captured.variant == "captured" else 5.0 * tokens),
+        lambda graph, tokens: (
+            lasting(100.0) if graph.priced.captured.variant == "captured" else lasting(5.0 * tokens, error=0.1)
+        ),
     )
     found = choose(slower, (), regimes, CONTEXT)
     assert found.best.priced.captured.variant == "captured" and found.regime == Regime(19, 512)

@@ -10,8 +10,9 @@ import pytest
 
 from tests.graphs import toys
 from tests.graphs.toys import Offer
+from tests.graphs.uncertain import estimate_of
 from weaveopt.pipeline.decide import DecidedGraph
-from weaveopt.records.candidate import LEAVE, Candidate, Estimate, Rejection, Term
+from weaveopt.records.candidate import LEAVE, Candidate, Rejection
 from weaveopt.records.report import Decision
 from weaveopt.rule import FoundSite, SiteRule
 
@@ -213,7 +214,7 @@ def test_the_best_candidate_is_charged_its_error() -> None:
     for error, rewritten in ((0.11, True), (0.12, False)):
         (decision,) = toys.decided(graph, toys.rules(toys.Toy(error=error)), known).decisions
         assert decision.rewritten is rewritten
-        estimate = Estimate((Term("all", 0.9 * NODE_US),), error)
+        estimate = estimate_of(error, ("all", 0.9 * NODE_US))
         offered = decision.chosen if rewritten else decision.alternatives[0]
         assert offered.estimate is not None and offered.estimate.us_with_margin == pytest.approx(
             estimate.us_with_margin

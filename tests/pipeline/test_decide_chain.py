@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from tests.rewrites.test_all_reduce_rms_norm import inputs
 from weaveopt import backend, cost_model
 from weaveopt.pipeline.decide import DecidedGraph, decide
 from weaveopt.pipeline.price import PricedGraph, price
-from weaveopt.records.candidate import LEAVE, Fabric
+from weaveopt.records.candidate import LEAVE, Estimate, Fabric, Term, error_between_us
 from weaveopt.records.report import Decision
 from weaveopt.rewrites import RULES
 from weaveopt.rewrites.reduction.candidates import FusedReductionPlan
@@ -99,8 +100,12 @@ def test_different_candidates_break_the_sharing() -> None:
 
 
 def test_a_rewrite_saves_more_than_the_models_error() -> None:
-    """As it is u, rewritten f with an error of 10 % of f: rewritten if u - f > f / 10."""
-    enough = NODE_US / 11
+    """As it is u ± e, rewritten f with an error of 10 % of f: rewritten if u - f > sqrt((f / 10)² + e²)."""
+    (left,) = decided(toys.chain([[Offer(-1.0)]]), error=0.1)
+    assert left.baseline is not None and left.baseline.error_us > NODE_US / 15
+    enough = left.baseline.error_us
+    for _ in range(60):
+        enough = math.hypot(0.1 * (NODE_US - enough), left.baseline.error_us)
     assert chosen(decided(toys.chain([[Offer(enough + 0.01)]]), error=0.1)) == ["shm"]
     assert chosen(decided(toys.chain([[Offer(enough - 0.01)]]), error=0.1)) == [LEAVE]
     assert chosen(decided(toys.chain([[Offer(-NODE_US)]]), error=0.1, force=("chained",))) == ["shm"]
@@ -142,14 +147,17 @@ def test_chains_are_decided_best(seed: int) -> None:
             offer = offers[index][choice]
             following = choices[index + 1] if index + 1 < num_sites else 2
             shared = following != 2 and offers[index + 1][following].fabric is offer.fabric and broken != index
-            total += (NODE_US - offer.saves_us - (offer.shared_us if shared else 0.0)) * (1 + error)
+            total += NODE_US - offer.saves_us - (offer.shared_us if shared else 0.0)
+            baseline = decisions[index].baseline
+            assert baseline is not None
+            total += math.hypot(error * (NODE_US - offer.saves_us), baseline.error_us)
         return total
 
     best = min(map(charged_us, itertools.product(range(3), repeat=num_sites)))
     fabrics = [[offer.fabric for offer in row] for row in offers]
     got = tuple(row.index(d.chosen.fabric) if d.rewritten else 2 for row, d in zip(fabrics, decisions, strict=True))
     assert charged_us(got) == pytest.approx(best, rel=1e-12)
-    predicted = sum(d.chosen.estimate.us + d.rewritten * d.chosen.estimate.error_us for d in decisions)  # type: ignore[union-attr]
+    predicted = sum(d.chosen.estimate.us + d.saving_error_us for d in decisions)  # type: ignore[union-attr]
     assert predicted == pytest.approx(best, rel=1e-12), "what is told is what counts"
 
 
@@ -194,7 +202,8 @@ def test_captured_graphs_are_decided_best(
                 and estimate is not None
             )
             saved_us = lowered.gather_us if isinstance(lowered, FusedReductionPlan) and lowered.sum_sharded else 0.0
-            total += estimate.us_with_margin - saved_us * (1.0 + context.machine.relative_error)
+            without = estimate.plus(Estimate((Term("gather", -saved_us),)))
+            total += without.us + error_between_us(without, site.baseline)
         return total
 
     every = [[site.proposal(choice) for choice in range(site.num_choices)] for site in sites]

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from weaveopt.records.candidate import LEAVE, Candidate, Estimate, Fabric, Rejection, Term
+from tests.graphs.uncertain import estimate_of
+from weaveopt.records.candidate import LEAVE, Candidate, Fabric, Rejection
 from weaveopt.records.memory import Channel, Lifetime, MemoryPlan, PlacedBuffer
 from weaveopt.records.report import Decision, Fallback, GraphReport, MachineSummary, OutsideWork, Report, Variant
 from weaveopt.records.site import Site, TokenCounts
@@ -29,9 +30,9 @@ def _site(layer: int, module: str, count: int) -> Site:
 
 
 def _rewritten(layer: int, module: str, count: int) -> Decision:
-    baseline = Estimate((Term("gemm", 100.0), Term("all_reduce", 300.0), Term("memory", 50.5)), 0.1)
-    fused = Estimate((Term("gemm", 100.0), Term("reduce", 80.0), Term("overlapped", -20.0)), 0.1)
-    slow = Estimate((Term("gemm", 100.0), Term("reduce", 140.0)), 0.1)
+    baseline = estimate_of(0.1, ("gemm", 100.0), ("all_reduce", 300.0), ("memory", 50.5))
+    fused = estimate_of(0.1, ("gemm", 100.0), ("reduce", 80.0), ("overlapped", -20.0))
+    slow = estimate_of(0.1, ("gemm", 100.0), ("reduce", 140.0))
     return Decision(
         site=_site(layer, module, count),
         chosen=Candidate(RULE, Fabric.SHM, "two_shot", (("one_shot_max_tokens", 64),), fused),

@@ -184,7 +184,7 @@ def test_variants_and_regimes_survive(report: Report) -> None:
     slower = Rejection("no_saving", "the predicted saving does not exceed the model's own error", (("error_us", 2.5),))
     variants = (
         Variant("captured", "", 10.0, 8.0),
-        Variant("halves", "split", 9.5, None, (slower,), (("cut", "4 + 4"),), 1.5),
+        Variant("halves", "split", 9.5, None, (slower,), (("cut", "4 + 4"),), 1.5, 12.5),
         Variant("x", "y"),
     )
     graph = replace(report.graphs[0], variants=variants, variant="halves", regime=Regime(2, None))
@@ -192,7 +192,7 @@ def test_variants_and_regimes_survive(report: Report) -> None:
     assert document["variant"] == "halves"
     assert document["variants"][1] == {  # type: ignore[index]
         "name": "halves", "rule": "split", "unfused_us": 9.5, "predicted_us": None, "exposed_us": 1.5,
-        "parameters": {"cut": "4 + 4"},
+        "unfused_steady_us": 12.5, "steady_us": None, "parameters": {"cut": "4 + 4"},
         "rejected": [{"code": slower.code, "message": slower.message, "values": {"error_us": 2.5}}],
     }  # fmt: skip
 

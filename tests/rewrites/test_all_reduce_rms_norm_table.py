@@ -148,7 +148,8 @@ def test_curves_are_read_at_the_nearest_world_and_between_the_rows_measured() ->
     (variant,) = kernel_variants(found, Fabric.PEER, HIDDEN, WORLD)
     assert variant.curve == near and variant.measured
     (variant,) = kernel_variants(found, Fabric.PEER, 8 * HIDDEN, WORLD)
-    assert variant.curve == far_row
+    assert variant.curve is not None and variant.curve.row_error > 0.0, "nothing was measured there"
+    assert replace(variant.curve, row_error=0.0) == far_row
     (variant,) = kernel_variants(found, Fabric.PEER, 2 * HIDDEN, WORLD)
     assert variant.curve is not None and [each.us for each in variant.curve.points] == pytest.approx([20.0, 1000.0])
     (variant,) = kernel_variants(found, Fabric.PEER, HIDDEN, 2)

@@ -202,8 +202,8 @@ def _is_cheapest(every: Ran, alone: Mapping[str, Ran], refused: Mapping[str, str
     if not allowed:
         assert every.chosen.choice == LEAVE
         return
-    charged = {form: one.chosen.estimate.us_with_margin for form, one in allowed.items()}  # type: ignore[union-attr]
-    assert charged[every.chosen.variant] == min(charged.values())
+    predicted = {form: one.chosen.estimate.us for form, one in allowed.items()}  # type: ignore[union-attr]
+    assert predicted[every.chosen.variant] == min(predicted.values())
     assert torch.equal(every.result, allowed[every.chosen.variant].result)
 
 

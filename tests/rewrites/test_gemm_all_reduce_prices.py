@@ -10,6 +10,7 @@ from weaveopt.ops.reduction.prices.kernels import kernel_variants
 from weaveopt.ops.reduction.prices.workload import Workload
 from weaveopt.ops.reduction.variant import Algorithm
 from weaveopt.records.candidate import Fabric
+from weaveopt.records.price import errors_of
 from weaveopt.rewrites.gemm_all_reduce import estimate
 from weaveopt.rewrites.gemm_all_reduce.estimate import (
     ChunkExchange,
@@ -45,3 +46,17 @@ def test_the_best_of_all_divisions_is_found(name: str, hidden: int) -> None:
                 every, key=lambda each: each.estimate.us, default=None
             )
     assert num_compared > 50
+
+
+def test_gemms_and_exchanges_of_chunks_are_off_by_themselves() -> None:
+    """An exchange's error is its own: the GEMM's does not come in, with either sign."""
+    machine = cost_model.load("h100x2")
+    workload = Workload(1500, 1500, 8192, "bfloat16", 2, gemm=Gemm(1500, 14336, 8192))
+    [exchange, *_] = (
+        exchange_of(each, Fabric.PEER, machine) for each in kernel_variants(machine, Fabric.PEER, 8192, 2, 1)
+    )
+    found = estimate_chunks(machine, workload, exchange, (512, 512, 476)).estimate
+    terms = {term.name: term for term in found.terms}
+    gemm, last = (set(errors_of(terms[name].us)) for name in ("gemm", "last chunk"))
+    assert gemm and last and not gemm & last
+    assert found.error_us > max(terms["gemm"].error_us, terms["exchange"].error_us) > 0.0

@@ -16,7 +16,8 @@ from tests.graphs.reductions import Reductions, total_of
 from tests.graphs.traces import context_of, framed, traced_chain
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Machine
-from weaveopt.pipeline.problem import Choices, Problem, ProblemTemplate
+from weaveopt.pipeline.costs import Choices
+from weaveopt.pipeline.problem import Problem, ProblemTemplate
 from weaveopt.records.report import GraphReport, Regime, Report
 from weaveopt.records.site import TokenCounts
 from weaveopt.reporting import document as report_json

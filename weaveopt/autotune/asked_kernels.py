@@ -16,6 +16,7 @@ from weaveopt.cost_model.timed import ByProfile, KernelShape
 from weaveopt.pipeline.price import price
 from weaveopt.pipeline.problem import Problem, ProblemTemplate
 from weaveopt.pipeline.token_counts import symbolic_counts, tokens_at
+from weaveopt.records.price import error_us_of
 from weaveopt.records.site import TokenCounts
 from weaveopt.rule import CapturedGraph, Context
 
@@ -91,7 +92,8 @@ class AskedPrices:
     def weighed(
         self, kernels: Sequence[AskedKernel], relative_error: float, longest_s: float = inf
     ) -> tuple[AskedKernel, ...]:
-        """The same kernels, longest first, with what the decision may lose by an error of each price.
+        """The same kernels, longest first, with what the decision may lose by an error of each price, which is its
+        standard error, and `relative_error` at least.
 
         Each takes a pricing of all sites; those that are not reached in `longest_s` count as turning nothing.
         """
@@ -103,7 +105,8 @@ class AskedPrices:
         )
 
     def _weighed(self, kernel: AskedKernel, before: Sequence[Problem], relative_error: float) -> AskedKernel:
-        context = self._with(_Off(replace(kernel.shape, layout=""), 1.0 + relative_error))
+        error = max(relative_error, error_us_of(kernel.us) / kernel.us if kernel.us > 0.0 else 0.0)
+        context = self._with(_Off(replace(kernel.shape, layout=""), 1.0 + error))
         loss_us, turns = 0.0, dict[int, None]()
         for counts, problem in zip(self._counts, before, strict=True):
             for kind, lost_us in _losses(problem, self._problem(counts, context)).items():

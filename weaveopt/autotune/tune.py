@@ -43,7 +43,7 @@ class Tuned:
 
     times: TimedKernels = NOTHING_TIMED
     kernels: tuple[KernelReport, ...] = ()
-    """Kernels with a time, longest first."""
+    """Kernels whose time counts, longest first."""
     line: str = ""
     """How many were timed; empty where nothing was asked for."""
     doubts: tuple[Doubt, ...] = ()
@@ -129,7 +129,9 @@ class _Tuning:
         left += [LeftKernel(shape, LONGEST_S) for shape in timings.failed]
         if (learned or left) and not self._store.add(learned, left):
             self._failure = self._failure or f"{self._store.folder} cannot be written"
-        return Tuned(TimedKernels(times.values()), self._rows(times), self._line(num_known, timings, took_s))
+        rows = self._rows(times)
+        unsteady = sum(each.shape in times for each in self._asked) - len(rows)
+        return Tuned(TimedKernels(times.values()), rows, self._line(num_known, timings, took_s, unsteady))
 
     def _time(self, lacking: Sequence[AskedKernel], budget_s: float) -> None:
         if self._prices is None:
@@ -154,11 +156,11 @@ class _Tuning:
         rows = [
             KernelReport(str(each.shape), times[each.shape].us, round(each.us, 3), times[each.shape].relative_error)
             for each in self._asked
-            if each.shape in times
+            if each.shape in times and times[each.shape].is_surer(each.us)
         ]
         return tuple(sorted(rows, key=lambda row: (-row.us, row.kernel)))
 
-    def _line(self, num_known: int, timings: KernelTimings, took_s: float) -> str:
+    def _line(self, num_known: int, timings: KernelTimings, took_s: float, unsteady: int) -> str:
         if not self._asked and not self._failure:
             return ""
         line = f"{counted(len(timings.times), 'kernel')} timed in {took_s:.2f} s, {num_known} known from before"
@@ -166,6 +168,8 @@ class _Tuning:
             line += f", {len(timings.left)} left to the profile: the budget is spent (option tune_budget_s)"
         if timings.failed:
             line += f", {len(timings.failed)} cannot be timed alone"
+        if unsteady:
+            line += f", {unsteady} left to the profile: times that spread so wide are less sure than it"
         return line + (f"; {self._failure}" if self._failure else "")
 
 

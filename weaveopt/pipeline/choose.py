@@ -1,7 +1,7 @@
 """Choose: of the captured graph and its variants, each decided for itself, the one that is predicted fastest.
 
-A variant has to be predicted faster than the captured graph by more than the model's own error, at every token count
-that the compiled graph serves. Overlap whose contention was not measured saves nothing.
+A variant has to be predicted faster than the captured graph by more than the two predictions may be off by, at every
+token count that the compiled graph serves. Overlap whose contention was not measured saves nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _winner(
     best = 0
     for index, each in enumerate(decided[1:], start=1):
         forced = each.priced.captured.rule in context.config.force
-        against.append(() if forced else _against(timelines[0], timelines[index], context))
+        against.append(() if forced else _against(timelines[0], timelines[index]))
         if not against[index] and (best == 0 or forced or _upper_us(timelines[index]) < _upper_us(timelines[best])):
             best = index
     for index in range(1, len(decided)):
@@ -67,22 +67,22 @@ def _winner(
 
 
 def _upper_us(timeline: Timeline | None) -> float:
-    return float("inf") if timeline is None else timeline.upper.us
+    return float("inf") if timeline is None else timeline.upper_steady_us
 
 
-def _against(captured: Timeline | None, variant: Timeline | None, context: Context) -> tuple[Rejection, ...]:
+def _against(captured: Timeline | None, variant: Timeline | None) -> tuple[Rejection, ...]:
     if captured is None or variant is None:
         return (Rejection("not_priced", "what the graph runs could not be priced"),)
-    error = context.machine.relative_error
-    if captured.us - variant.upper.us > error * variant.upper.us:
+    error_us = (captured.price - variant.price).error_us
+    if captured.steady_us - variant.upper_steady_us > error_us:
         return ()
-    values = (("captured_us", round(captured.us, 2)), ("predicted_us", round(variant.upper.us, 2)))
-    if captured.us - variant.us > error * variant.us:
+    values = (("captured_us", round(captured.steady_us, 2)), ("predicted_us", round(variant.upper_steady_us, 2)))
+    if captured.steady_us - variant.steady_us > error_us:
         pairs = ", ".join(" and ".join(pair) for pair in sorted(variant.schedule.not_measured))
         message = "it saves only by work that runs at once, and how much that slows each other down was not measured"
         return (Rejection("not_measured", message, (*values, ("streams", pairs))),)
-    message = "the predicted saving does not exceed the model's own error"
-    return (Rejection("no_saving", message, (*values, ("error_us", round(error * variant.us, 2)))),)
+    message = "the predicted saving does not exceed what the two predictions may be off by"
+    return (Rejection("no_saving", message, (*values, ("error_us", round(error_us, 2)))),)
 
 
 def _common(a: Regime, b: Regime | None) -> Regime:

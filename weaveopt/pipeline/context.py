@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from weaveopt import cost_model
 from weaveopt.config import Config
 from weaveopt.cost_model import Choice, Machine
-from weaveopt.fabrics import gpus, topology
+from weaveopt.fabrics import gpus, topology, user_profiles
 from weaveopt.fabrics.topology import Topology
+from weaveopt.fabrics.user_profiles import UserChoice
 from weaveopt.graph.facts import devices_in, groups_synchronized_in_calls, runs_on_gpu
 from weaveopt.records.candidate import Rejection
 from weaveopt.records.skew import Skew
@@ -31,6 +32,8 @@ class GraphContext:
     context: Context
     stands_in_for: tuple[str, ...] = ()
     """GPUs without a profile, whose place the context's machine takes."""
+    note: str = ""
+    """A line for the report on why the profile that was measured here is not used."""
 
 
 def context(captured: CapturedGraph, config: Config, known: Known | None = None) -> GraphContext:
@@ -43,9 +46,9 @@ def context(captured: CapturedGraph, config: Config, known: Known | None = None)
         return GraphContext(Context(config, _routed(known.machine, config), groups, phase=captured.phase))
     topologies = _topologies(captured, config)
     choice = machine_for(config, topologies, captured)
-    machine = _routed(choice.machine, config)
+    machine = replace(_routed(choice.machine, config), stands_in=bool(choice.stands_in_for))
     found = Context(config, machine, topologies, _not_measured(choice), captured.phase)
-    return GraphContext(found, choice.stands_in_for)
+    return GraphContext(found, choice.stands_in_for, choice.note)
 
 
 def groups_of(captured: CapturedGraph) -> tuple[str, ...]:
@@ -54,15 +57,31 @@ def groups_of(captured: CapturedGraph) -> tuple[str, ...]:
 
 
 def machine_for(config: Config, topologies: Mapping[str, Topology], captured: CapturedGraph) -> Choice:
-    """The profile asked for, else the shipped one that fits the GPUs of all ranks, or the nearest in its place."""
+    """The profile asked for, else the one that was measured here, else the shipped one that fits the GPUs of all ranks,
+    or the nearest in its place."""
     if config.machine is not None:
         return Choice(cost_model.load(config.machine))
     on_gpus = [known for known in topologies.values() if known.device == "cuda"]
-    if not on_gpus and (topologies or not runs_on_gpu(captured.graph)):
-        return Choice(cost_model.load("cpu"))
-    found = {gpu for known in on_gpus for gpu in known.gpus} or {*gpus.gpus_of([gpus.describe()])}
+    uses_gpus = bool(on_gpus) or (not topologies and runs_on_gpu(captured.graph))
     per_host = max((known.world // known.num_hosts for known in topologies.values()), default=1)
-    return cost_model.choose(tuple(found), per_host)
+    own = _measured_here(topologies, "cuda" if uses_gpus else "cpu", per_host)
+    if own.machine is not None:
+        return Choice(own.machine)
+    if not uses_gpus:
+        return Choice(cost_model.load("cpu"), note=own.note)
+    found = {gpu for known in on_gpus for gpu in known.gpus} or {*gpus.gpus_of([gpus.describe()])}
+    return replace(cost_model.choose(tuple(found), per_host), note=own.note)
+
+
+def _measured_here(topologies: Mapping[str, Topology], device: str, per_host: int) -> UserChoice:
+    """The profile that `weaveopt calibrate` left for such ranks, if all of them have the same."""
+    known = [each.profiles for each in topologies.values() if each.profiles is not None]
+    if not topologies:
+        known = [user_profiles.common([user_profiles.device_name(device)], [user_profiles.published()])]
+    if not known or any(each.device != device for each in topologies.values()):
+        return UserChoice()
+    has_peer_access = all(each.no_peer_access is None for each in topologies.values())
+    return user_profiles.choose(known, has_peer_access, per_host)
 
 
 def _topologies(captured: CapturedGraph, config: Config) -> dict[str, Topology]:
@@ -89,5 +108,8 @@ def _not_measured(choice: Choice) -> Rejection | None:
     if not choice.stands_in_for:
         return None
     values = (("gpu", ", ".join(choice.stands_in_for)), ("profile", choice.machine.name))
-    message = "no profile of this GPU: measure it with `weaveopt calibrate`, or name one with options={'machine': ...}"
+    message = (
+        "no profile of this GPU: measure it with `weaveopt calibrate`, or name one with options={'machine': ...}; what "
+        "communicates with no rank is decided by times alone with options={'tune_budget_s': 5}"
+    )
     return Rejection("machine_not_measured", message, values)

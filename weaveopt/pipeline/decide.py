@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from weaveopt.pipeline.costs import Choices
 from weaveopt.pipeline.overlap import with_overlap
 from weaveopt.pipeline.price import PricedGraph
-from weaveopt.pipeline.problem import Choices, Problem
+from weaveopt.pipeline.problem import Problem
 from weaveopt.pipeline.timeline import Timeline
-from weaveopt.records.candidate import LEAVE, Candidate, Rejection, Scalar
+from weaveopt.records.candidate import LEAVE, Candidate, Estimate, Rejection, Scalar, error_between_us
 from weaveopt.records.report import Decision, Variant
 from weaveopt.rule import Chosen, Context, RuleSet, SettlesSites
 from weaveopt.solver.selection import EXCLUDED
@@ -41,11 +42,11 @@ class DecidedGraph:
     @property
     def variant(self) -> Variant:
         captured, baseline = self.priced.captured, self.priced.baseline
-        baseline_us = None if baseline is None else baseline.us
+        baseline_us, both = None if baseline is None else baseline.us, (baseline, self.timeline)
         exposed_us = None if self.timeline is None else self.timeline.exposed_us
         return Variant(
             captured.variant, captured.rule, baseline_us, self.predicted_us, captured.rejections, captured.parameters,
-            exposed_us,
+            exposed_us, *(None if each is None or each.energy is None else each.steady_us for each in both),
         )  # fmt: skip
 
 
@@ -55,8 +56,8 @@ def decide(priced: PricedGraph, rules: RuleSet, context: Context) -> DecidedGrap
     Estimates are those that count among the other sites' choices. An allowed candidate that was not taken says why,
     judged with all other sites as they were decided: `overlaps` if one of them uses the same nodes,
     `waits_beside_exchange` if it would wait in line while the exchange of one of them is in flight, `no_saving` if
-    rewriting this site too would save no more than the model's error, `slower_candidate` if another candidate was
-    taken.
+    rewriting this site too would save no more than the two prices may be off by, `slower_candidate` if another
+    candidate was taken, `less_certain` if that one is predicted slower, with a saving that is surer.
     """
     problem = priced.problem
     choices = with_overlap(priced, problem.best())
@@ -69,7 +70,7 @@ def decide(priced: PricedGraph, rules: RuleSet, context: Context) -> DecidedGrap
             chosen.append(Chosen(site.found, proposal))
     settled = settle(tuple(chosen), rules, context)
     final = {each.found.site.id: each.proposal.candidate for each in settled}
-    decisions = tuple(replace(each, chosen=final.get(each.site.id, each.chosen)) for each in decisions)
+    decisions = tuple(_settled(each, final.get(each.site.id)) for each in decisions)
     tasks = {each.found.site.id: each.proposal.tasks for each in settled}
     positions = tuple(
         site.choices[choice] if choice < len(site.choices) else None
@@ -109,6 +110,7 @@ class _Outcome:
                 continue
             settled = self.problem.settled(index, self._instead(index, choice))
             assert settled is not None, f"choice {choice} of {site.found.site.id} is to leave it"
+            settled = replace(settled, candidate=_with_saving_error(settled.candidate, site.baseline))
             if choice == taken:
                 chosen = settled.candidate
             else:
@@ -139,13 +141,33 @@ class _Outcome:
         gained_us = sum(each.us(self.choices) - each.us(instead) for each in self.problem.reading(index))
         if gained_us:
             values.append(("neighbours_gain_us", round(gained_us, 2)))
+        if candidate.estimate is not None and candidate.estimate.saving_error_us is not None:
+            values.append(("error_us", round(candidate.estimate.saving_error_us, 2)))
+        taken = self.problem.settled(index, self.choices)
+        known = None if taken is None else taken.candidate.estimate
+        if known and candidate.estimate and candidate.estimate.decided_us < known.decided_us + gained_us:
+            message = "it may save more than the candidate that was chosen, whose saving is surer"
+            return Rejection("less_certain", message, tuple(values))
         if chosen is not None:
             message = f"the candidate that was chosen {'was measured' if timed else 'is predicted'} faster"
             return Rejection("slower_candidate", message, tuple(values))
         values.insert(0, ("unfused_us", round(self.problem.sites[index].baseline.decided_us, 2)))
-        if candidate.estimate is not None:
-            values.append(("error_us", round(candidate.estimate.error_us, 2)))
-        message = "the predicted saving does not exceed the model's own error"
+        message = "the predicted saving does not exceed what the two prices may be off by"
         if timed:
             message = "the measured saving does not exceed what such times vary by"
         return Rejection("no_saving", message, tuple(values))
+
+
+def _settled(decision: Decision, final: Candidate | None) -> Decision:
+    """The decision with its candidate in its final form."""
+    if final is None or decision.baseline is None:
+        return decision
+    return replace(decision, chosen=_with_saving_error(final, decision.baseline))
+
+
+def _with_saving_error(candidate: Candidate, baseline: Estimate) -> Candidate:
+    """The candidate with the error of its saving."""
+    if candidate.estimate is None:
+        return candidate
+    error_us = error_between_us(candidate.estimate, baseline)
+    return replace(candidate, estimate=replace(candidate.estimate, saving_error_us=error_us))

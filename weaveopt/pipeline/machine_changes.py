@@ -11,7 +11,7 @@ from weaveopt.cost_model.machine import Curve, FabricCosts, Link, Point
 FASTER, SLOWER = 1.25, 0.8
 """Factors of a bandwidth or rate: a quarter more, a fifth less."""
 LONGER, SHORTER = 2.0, 0.5
-"""Factors of a latency, and of the model's own error."""
+"""Factors of a latency, and of the profile's relative error."""
 _WORDS = {FASTER: "+25 %", SLOWER: "-20 %", LONGER: "×2", SHORTER: "×0.5"}
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from weaveopt.pipeline.costs import Choices, margin_of
 from weaveopt.pipeline.price import PricedGraph
-from weaveopt.pipeline.problem import Choices, Problem
+from weaveopt.pipeline.problem import Problem
 from weaveopt.solver.selection import EXCLUDED, JointCost
 
 _ROUNDS = 2
@@ -28,13 +29,24 @@ def with_overlap(priced: PricedGraph, isolated: Choices) -> Choices:
     Contention that was not measured hides nothing here. The same on all ranks, as everything that it reads is.
     """
     problem = priced.problem
+    search, frugal = _Search(priced), _by_energy(priced)
+    if frugal is not None:
+        isolated = min(isolated, frugal.best(), key=search.us)
     if not problem.concurrent and not any(_has_open(problem, index) for index in range(len(problem.sites))):
         return isolated
-    search = _Search(priced)
     best = search.refined(isolated)
     if problem.concurrent:
         best = min(best, search.refined(_without_waits(problem).best()), key=search.us)
     return best
+
+
+def _by_energy(priced: PricedGraph) -> Problem | None:
+    """The problem in which a choice costs its energy over the power limit; None for a graph that stays within it."""
+    power = priced.surroundings.machine.power
+    baseline = None if power is None else priced.baseline
+    if baseline is None or baseline.steady_us <= baseline.us:
+        return None
+    return replace(priced.problem, power=power)
 
 
 def _has_open(problem: Problem, index: int) -> bool:
@@ -59,7 +71,7 @@ class _Search:
     priced: PricedGraph
 
     def us(self, choices: Choices) -> float:
-        """Time of the graph with these choices, plus the errors that rewrites are charged."""
+        """Time of the graph with these choices, plus what rewrites have to save beyond it."""
         problem = self.priced.problem
         rewritten, margin_us = {}, 0.0
         for index in range(len(choices)):
@@ -67,10 +79,9 @@ class _Search:
             if proposal is not None and proposal.candidate.estimate is not None:
                 estimate = proposal.candidate.estimate
                 rewritten[index] = (estimate, proposal.tasks)
-                if proposal.candidate.choice not in problem.sites[index].forced:
-                    margin_us += estimate.error_us
+                margin_us += margin_of(problem.sites[index], proposal)
         found = self.priced.timeline(rewritten)
-        return problem.us(choices) if found is None else found.upper.us + margin_us
+        return problem.us(choices) if found is None else found.upper_steady_us + margin_us
 
     def refined(self, choices: Choices) -> Choices:
         best, best_us = choices, self.us(choices)

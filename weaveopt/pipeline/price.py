@@ -14,6 +14,7 @@ from functools import cached_property
 import torch.fx as fx
 
 from weaveopt.cost_model import measured_contention, schedule
+from weaveopt.cost_model.energy import graph_energy
 from weaveopt.inductor.calls import COLLECTIVE
 from weaveopt.inductor.kernels import GraphKernel, KernelContext, outside
 from weaveopt.pipeline.problem import Problem, ProblemTemplate
@@ -96,20 +97,31 @@ class PricedGraph:
         """Timeline with the sites at these positions rewritten: estimates of all their nodes, and lowerings."""
         if isinstance(self.kernels, WorkFailure):
             return None
-        places = [self._placed(kernel) for kernel in self.kernels]
+        prices = [self.surroundings.us(kernel, self.ratio) for kernel in self.kernels]
+        places = [self._placed(kernel, float(us)) for kernel, us in zip(self.kernels, prices, strict=True)]
+        drawing = [(kernel.name, float(us)) for kernel, us in zip(self.kernels, prices, strict=True)]
         counted: set[fx.Node] = set()
         # Sites may share nodes: those of rewritten ones first, since their estimates are of all their nodes.
         for index in sorted(range(len(self.problem.sites)), key=lambda index: index not in rewritten):
             nodes = self.problem.sites[index].found.nodes
             if index not in rewritten:
-                places.extend(self._placed(kernel) for kernel in self.frame.kernels(index, nodes - counted))
+                kernels = self.frame.kernels(index, nodes - counted)
+                times = [self.surroundings.us(kernel, self.ratio) for kernel in kernels]
+                places.extend(self._placed(kernel, float(us)) for kernel, us in zip(kernels, times, strict=True))
+                prices.extend(times)
+                drawing.extend((kernel.name, float(us)) for kernel, us in zip(kernels, times, strict=True))
             else:
                 estimate, tasks = rewritten[index]
                 shared = self.surroundings.estimate(self.frame.kernels(index, nodes & counted), self.ratio)
+                prices.append(estimate.price - shared.price)
+                # What hides other work takes time off, and no energy.
+                drawing.extend((term.name, float(term.us)) for term in estimate.terms if term.us > 0)
+                drawing.extend((term.name, -float(term.us)) for term in shared.terms)
                 us = max(estimate.us - shared.us, 0.0)
                 places.append(Placed(self._place(index, nodes, tasks), self._lowered(us, tasks)))
             counted |= nodes
-        return timeline(places, self._by_name, self.surroundings.machine)
+        energy = graph_energy(self.surroundings.machine.power, drawing)
+        return timeline(places, self._by_name, self.surroundings.machine, prices, energy)
 
     def _place(self, index: int, nodes: frozenset[fx.Node], tasks: tuple[Task, ...]) -> int:
         """Position of a rewritten site: its last node's; of one whose exchange is begun that of its collective."""
@@ -118,9 +130,8 @@ class PricedGraph:
             return self._by_name[collectives[0]]
         return max(self.order[node] for node in nodes)
 
-    def _placed(self, kernel: GraphKernel) -> Placed:
+    def _placed(self, kernel: GraphKernel, us: float) -> Placed:
         """A kernel at its place; a collective of the library runs until its wait."""
-        us = self.surroundings.us(kernel, self.ratio)
         if kernel.kind != COLLECTIVE:
             return Placed(self.order[kernel.node], (Task(us, name=kernel.name),))
         ctas = self.surroundings.library_ctas(kernel)

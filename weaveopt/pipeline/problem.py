@@ -2,13 +2,14 @@
 
 A set of choices says for each site which of its allowed proposals it gets, or that it is left. It costs::
 
-    sum over rewritten sites of  (estimate with the model's own error on top) - baseline
+    sum over rewritten sites of  estimate - baseline + the error of that difference
     + what rules say that some choices change together
 
-The baseline is the price of the nodes that a site consumes, as Inductor and libraries run them. The model's own error
-is added to what a rewrite costs, so that the best set holds only rewrites that save more than their error, what their
-neighbours gain by them included. A rule that is forced is not charged the error. Proposals that share nodes exclude
-each other.
+The baseline is the price of the nodes that a site consumes, as Inductor and libraries run them. What the two prices may
+be off by, without what they are off by alike, is added to what a rewrite costs. So the best set holds only rewrites
+that save more than that, what their neighbours gain by them included, and of several the one whose saving is surest to
+be large: that is least likely to lose. A rule that is forced is not charged the error. Proposals that share nodes
+exclude each other.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from itertools import combinations, product
 
 import torch.fx as fx
 
+from weaveopt.cost_model.energy import PowerCosts
 from weaveopt.inductor.kernels import GraphKernel, KernelContext, within
+from weaveopt.pipeline.costs import Choices, PricedInteraction, cost_us
 from weaveopt.pipeline.open_exchanges import open_exchanges, waits_excluded
 from weaveopt.records.candidate import Estimate, Rejection, Term
 from weaveopt.records.site import TokenCounts
@@ -35,42 +38,6 @@ from weaveopt.rule import (
 )
 from weaveopt.solver import selection
 from weaveopt.solver.selection import EXCLUDED, SelectionStep, select, steps_of
-
-Choices = tuple[int, ...]
-"""Position of each site's proposal among the allowed ones; their number if the site is left."""
-
-
-@dataclass(frozen=True)
-class PricedInteraction:
-    """Joint effect of choices at a few sites, at one token count."""
-
-    sites: tuple[int, ...]
-    term: str
-    terms: Mapping[tuple[int, ...], float]
-    """Choices of the sites -> microseconds of the first one's term."""
-    relative_error: float
-
-    def us(self, choices: Choices) -> float:
-        return self.terms.get(tuple(choices[site] for site in self.sites), 0.0)
-
-    def is_active(self, choices: Choices) -> bool:
-        return tuple(choices[site] for site in self.sites) in self.terms
-
-    def estimate(self, choices: Choices) -> Estimate:
-        return Estimate((Term(self.term, self.us(choices)),), self.relative_error)
-
-    def with_margin(self, sites: Sequence[PricedSite]) -> selection.JointCost:
-        """Convert to costs with the model's error added; a saving at a forced proposal of the first site is not
-        charged it."""
-        own = sites[self.sites[0]]
-
-        def margin(choice: int) -> float:
-            proposal = own.proposal(choice)
-            is_forced = proposal is None or proposal.candidate.choice in own.forced
-            return 0.0 if is_forced else self.relative_error
-
-        costs = {choices: us * (1.0 + margin(choices[0])) for choices, us in self.terms.items()}
-        return selection.JointCost(self.sites, costs)
 
 
 @dataclass(frozen=True)
@@ -89,6 +56,8 @@ class Problem:
     """Position of the first site that is priced like each."""
     steps: tuple[SelectionStep, ...] = ()
     """Order in which `select` takes the sites, if it is known already."""
+    power: PowerCosts | None = None
+    """Set where choices cost their energy over the power limit, in place of their time."""
 
     @cached_property
     def costs_us(self) -> tuple[tuple[float, ...], ...]:
@@ -98,7 +67,7 @@ class Problem:
         for site in self.sites:
             key = (id(site.baseline), tuple(id(site.proposals[at].candidate) for at in site.choices))
             if key not in known:
-                known[key] = (*(_cost_us(site, site.proposals[position]) for position in site.choices), 0.0)
+                known[key] = (*(cost_us(site, site.proposals[position], self.power) for position in site.choices), 0.0)
             rows.append(known[key])
         return tuple(rows)
 
@@ -174,14 +143,6 @@ class Problem:
     def active(self, index: int, choices: Choices) -> tuple[str, ...]:
         """Names of the interactions that change what a site costs under these choices."""
         return tuple(each.term for each in self.making(index) if each.is_active(choices))
-
-
-def _cost_us(site: PricedSite, proposal: Proposal) -> float:
-    estimate = proposal.candidate.estimate
-    if estimate is None:
-        return 0.0
-    charged = estimate.decided_us if proposal.candidate.choice in site.forced else estimate.us_with_margin
-    return charged - site.baseline.decided_us
 
 
 def _is_forced(site: PricedSite) -> bool:
@@ -270,7 +231,6 @@ class ProblemTemplate:
         surroundings = KernelContext.of(context.machine, context.topologies.values())
         ratio = tokens.hint / found.site.tokens.hint if found.site.tokens.hint else 1.0
         baseline = surroundings.estimate(self._within(index, found.nodes), ratio)
-        baseline = replace(baseline, relative_error=context.machine.relative_error)
         rests: dict[frozenset[fx.Node], Estimate] = {}
         proposals = []
         for proposal in self._proposals(found, tokens, context, usable_only):
@@ -297,7 +257,7 @@ class ProblemTemplate:
             return ()
         every: list[Proposal] = []
         for rule in self._rules.of_kind(found.site.kind):
-            against = context.against(rule.name)
+            against = context.against(rule.name, found.site)
             if against is None or not usable_only:
                 proposed = rule.propose(found, tokens, context, usable_only)
                 every.extend(proposed if against is None else (_rejected(each, against) for each in proposed))
@@ -353,12 +313,12 @@ class ProblemTemplate:
             key = (each.key, tuple(self.kinds[site] for site in each.sites))
             if key not in known:
                 known[key] = each.terms([sites[site] for site in each.sites])
-            found.append(PricedInteraction(each.sites, each.term, known[key], context.machine.relative_error))
+            found.append(PricedInteraction(each.sites, each.term, known[key]))
         return tuple(found)
 
 
 def _negative(estimate: Estimate) -> Estimate:
-    """Negate an estimate without its error: the error of kernels that run with and without a rewrite cancels."""
+    """Negate an estimate."""
     return Estimate(tuple(Term(term.name, -term.us) for term in estimate.terms))
 
 

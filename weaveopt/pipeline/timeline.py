@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from weaveopt.cost_model import Interval, Machine, Schedule, measured_contention, schedule
+from weaveopt.cost_model.energy import GraphEnergy, PowerCosts, steady_us
+from weaveopt.records.price import Price, added
 from weaveopt.records.task import Stream, Task
 
 
@@ -31,11 +33,31 @@ class Timeline:
     schedule: Schedule
     upper: Schedule
     """Schedule in which streams of unmeasured contention do not run at once; the other one is a lower bound."""
+    prices: tuple[float, ...] = ()
+    """The price of every kernel and of every rewritten site."""
+    energy: GraphEnergy | None = None
+    """Energy of all that runs; None where the profile has none."""
+    power: PowerCosts | None = None
 
     @property
     def us(self) -> float:
         """The makespan."""
         return self.schedule.us
+
+    @cached_property
+    def steady_us(self) -> float:
+        """Time of the graph run after run: longer than `us` where the device would draw more than it may."""
+        return steady_us(self.power, self.energy, self.us)
+
+    @cached_property
+    def upper_steady_us(self) -> float:
+        """The same of `upper`."""
+        return steady_us(self.power, self.energy, self.upper.us)
+
+    @cached_property
+    def price(self) -> Price:
+        """The time in steady state, with the errors of all that runs: overlap takes nothing off them."""
+        return Price(self.steady_us, added(self.prices).uncertainty)
 
     @cached_property
     def exposed_us(self) -> float:
@@ -49,13 +71,20 @@ class Timeline:
         return [interval for task, interval in pairs if task.stream is stream]
 
 
-def timeline(places: Sequence[Placed], order: Mapping[str, int], machine: Machine) -> Timeline:
-    """The timeline of tasks at their places; `order`: position of each node of the graph, by name."""
+def timeline(
+    places: Sequence[Placed],
+    order: Mapping[str, int],
+    machine: Machine,
+    prices: Sequence[float] = (),
+    energy: GraphEnergy | None = None,
+) -> Timeline:
+    """The timeline of tasks at their places, whose prices are `prices`; `order`: position of each node of the graph, by
+    name."""
     tasks = tuple(in_program_order(places, order))
     contention = measured_contention(machine)
     found = schedule(tasks, contention)
     upper = schedule(tasks, contention, serial=True) if found.not_measured else found
-    return Timeline(tasks, found, upper)
+    return Timeline(tasks, found, upper, tuple(prices), energy, machine.power)
 
 
 def in_program_order(places: Sequence[Placed], order: Mapping[str, int]) -> Iterator[Task]:

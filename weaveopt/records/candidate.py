@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import StrEnum
+from functools import cached_property
+from math import hypot
 
+from weaveopt.records.price import Price, PriceSource, added, difference_error_us, error_us_of, source_of
 from weaveopt.records.task import Stream
 
 Scalar = bool | int | float | str
@@ -62,6 +65,17 @@ class Term:
 
     name: str
     us: float
+    """Microseconds: a `Price`, or a plain number that is taken to be exact."""
+
+    @property
+    def error_us(self) -> float:
+        """Standard error in microseconds."""
+        return error_us_of(self.us)
+
+    @property
+    def source(self) -> PriceSource:
+        """Source of the number: timed, measured, interpolated or estimated."""
+        return source_of(self.us)
 
 
 @dataclass(frozen=True)
@@ -74,16 +88,27 @@ class Measured:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Predicted time as a sum of named terms, with the model's relative error; measured too with `verify`."""
+    """Predicted time as a sum of named terms, each with its error; measured too with `verify`."""
 
     terms: tuple[Term, ...]
-    relative_error: float = 0.0
     measured: Measured | None = None
+    saving_error_us: float | None = None
+    """Standard error of what it saves of its site's baseline, without what both are off by alike; set by `decide`."""
+
+    @cached_property
+    def price(self) -> Price:
+        """Predicted, with its error."""
+        return added(term.us for term in self.terms)
 
     @property
     def us(self) -> float:
         """Predicted."""
-        return sum(term.us for term in self.terms)
+        return sum(float(term.us) for term in self.terms)
+
+    @property
+    def relative_error(self) -> float:
+        """Standard error of the predicted time, relative to it."""
+        return self.price.error_us / abs(self.us) if self.us else 0.0
 
     @property
     def exposed_us(self) -> float:
@@ -98,27 +123,36 @@ class Estimate:
 
     @property
     def error_us(self) -> float:
-        error = self.relative_error if self.measured is None else self.measured.relative_error
-        return abs(self.decided_us) * error
+        """Standard error of the time that decides, in microseconds."""
+        return self.price.error_us if self.measured is None else abs(self.measured.us) * self.measured.relative_error
 
     @property
     def us_with_margin(self) -> float:
-        """Cost charged to a rewrite: its time plus the model's error, or plus the spread of a measured time."""
-        return self.decided_us + self.error_us
+        """Cost charged to a rewrite: its time plus the error of its saving, or its own where that is not known."""
+        return self.decided_us + (self.error_us if self.saving_error_us is None else self.saving_error_us)
 
     def plus(self, other: Estimate) -> Estimate:
-        """Add two estimates, one after the other: terms of one name are summed, zero terms dropped, errors added.
+        """Add two estimates, one after the other: terms of one name are summed, zero terms dropped.
 
         The predicted time of `other` is added to a measured time too.
         """
         summed: dict[str, float] = {}
         for term in (*self.terms, *other.terms):
-            summed[term.name] = summed.get(term.name, 0.0) + term.us
+            summed[term.name] = summed[term.name] + term.us if term.name in summed else term.us
         found = tuple(Term(name, us) for name, us in summed.items() if us != 0.0)
-        total_us = sum(term.us for term in found)
-        error_us = self.relative_error * self.us + other.relative_error * other.us
         measured = None if self.measured is None else replace(self.measured, us=self.measured.us + other.decided_us)
-        return Estimate(found, max(error_us / total_us, 0.0) if total_us else 0.0, measured)
+        return Estimate(found, measured)
+
+
+def error_between_us(a: Estimate, b: Estimate) -> float:
+    """Standard error of the difference of two estimates, in microseconds.
+
+    What both read at the same place cancels; the rest is independent. Times that were measured are off by what such
+    times vary by.
+    """
+    if a.measured is None and b.measured is None:
+        return difference_error_us(a.price, b.price)
+    return hypot(a.error_us, b.error_us)
 
 
 @dataclass(frozen=True)

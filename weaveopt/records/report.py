@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from weaveopt.records.candidate import LEAVE, Candidate, Estimate, Rejection, Values
+from weaveopt.records.candidate import LEAVE, Candidate, Estimate, Rejection, Values, error_between_us
 from weaveopt.records.generation import GenerationReport
 from weaveopt.records.memory import MemoryPlan
 from weaveopt.records.site import Site
@@ -29,6 +29,15 @@ class Decision:
         if self.baseline is None or self.chosen.estimate is None:
             return 0.0
         return self.baseline.decided_us - self.chosen.estimate.decided_us
+
+    @property
+    def saving_error_us(self) -> float:
+        """Standard error of `saving_us`, in microseconds."""
+        after = self.chosen.estimate
+        if self.baseline is None or after is None or not self.rewritten:
+            return 0.0
+        known = after.saving_error_us
+        return error_between_us(after, self.baseline) if known is None else known
 
 
 @dataclass(frozen=True)
@@ -118,6 +127,10 @@ class Variant:
     """Parameters that the graph rule chose."""
     exposed_us: float | None = None
     """Time of `predicted_us` in which communication or copies run and nothing is computed."""
+    baseline_steady_us: float | None = None
+    """`baseline_us` run after run, at the device's power limit; None where the profile has no energies."""
+    steady_us: float | None = None
+    """The same of `predicted_us`."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +221,8 @@ class MachineSummary:
     """Constant -> `measured 2026-11-20 h200x4` or `datasheet ...`."""
     stands_in_for: tuple[str, ...] = ()
     """GPUs that have no profile and that this one is nearest to; no rule is used for them unless it is forced."""
+    note: str = ""
+    """Why another profile is not used, in one line; empty: there is none."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from weaveopt.plain_json import Json
 from weaveopt.records.candidate import Candidate, Estimate, Rejection
 from weaveopt.records.memory import MemoryPlan
+from weaveopt.records.price import Reading, errors_of
 from weaveopt.records.report import Decision, GraphReport, Report, Sensitivity
 from weaveopt.reporting import generation
 from weaveopt.reporting.headline import headline
@@ -51,6 +52,7 @@ def to_dict(report: Report) -> dict[str, Json]:
             "measured": machine.measured,
             "origins": dict(machine.origins),
             "stands_in_for": list(machine.stands_in_for),
+            "note": machine.note,
         },
         "graphs": [_graph(graph) for graph in report.graphs],
         "fallbacks": [asdict(fallback) for fallback in report.fallbacks],
@@ -78,6 +80,8 @@ def _graph(graph: GraphReport) -> Json:
                 "unfused_us": variant.baseline_us,
                 "predicted_us": variant.predicted_us,
                 "exposed_us": variant.exposed_us,
+                "unfused_steady_us": variant.baseline_steady_us,
+                "steady_us": variant.steady_us,
                 "parameters": dict(variant.parameters),
                 "rejected": _rejections(variant.rejections),
             }
@@ -212,6 +216,7 @@ def _candidate(candidate: Candidate, rejected_key: str = "rejected") -> dict[str
         "predicted_us": None if estimate is None else estimate.us,
         "exposed_us": None if estimate is None else estimate.exposed_us,
         "relative_error": None if estimate is None else estimate.relative_error,
+        "saving_error_us": None if estimate is None else estimate.saving_error_us,
         "terms": None if estimate is None else _terms(estimate),
         "measured": None if estimate is None else _measured(estimate),
         rejected_key: _rejections(candidate.rejections),
@@ -219,7 +224,19 @@ def _candidate(candidate: Candidate, rejected_key: str = "rejected") -> dict[str
 
 
 def _terms(estimate: Estimate) -> Json:
-    return [{"name": term.name, "us": term.us} for term in estimate.terms]
+    """Terms, each with the error that each reading of the profile brings in: readings are numbered within the estimate,
+    so that it is seen which terms are off together."""
+    places: dict[Reading, str] = {}
+    found: list[Json] = []
+    for term in estimate.terms:
+        errors: dict[str, Json] = {
+            places.setdefault(reading, str(len(places))): us for reading, us in errors_of(term.us).items() if us
+        }
+        found.append({
+            "name": term.name, "us": float(term.us), "source": term.source.value, "error_us": term.error_us,
+            "errors_us": errors,
+        })  # fmt: skip
+    return found
 
 
 def _measured(estimate: Estimate) -> Json:

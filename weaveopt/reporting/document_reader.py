@@ -24,6 +24,7 @@ from weaveopt.records.candidate import (
 )
 from weaveopt.records.generation import GenerationReport, LeftCall, StepReport
 from weaveopt.records.memory import Channel, Lifetime, MemoryPlan, PlacedBuffer
+from weaveopt.records.price import Price, PriceSource, Uncertainty
 from weaveopt.records.report import (
     ChoiceRange,
     Decision,
@@ -88,6 +89,16 @@ class _TableRow(Struct, frozen=True):
         return TableRow(self.max_tokens, self.variant, _values(self.values))
 
 
+class _Term(Struct, frozen=True):
+    name: str
+    us: float
+    source: PriceSource = PriceSource.ESTIMATED
+    errors_us: dict[str, float] = {}
+
+    def record(self) -> Term:
+        return Term(self.name, Price(self.us, Uncertainty(dict(self.errors_us.items()), self.source)))
+
+
 class _Candidate(Struct, frozen=True):
     choice: str
     fabric: Fabric
@@ -95,9 +106,9 @@ class _Candidate(Struct, frozen=True):
     parameters: Table
     table: tuple[_TableRow, ...]
     notes: Texts
-    relative_error: float | None
-    terms: tuple[Term, ...] | None
+    terms: tuple[_Term, ...] | None
     measured: Measured | None = None
+    saving_error_us: float | None = None
 
     def candidate(self, rejected: Iterable[_Rejection]) -> Candidate:
         return Candidate(
@@ -105,7 +116,7 @@ class _Candidate(Struct, frozen=True):
             fabric=self.fabric,
             variant=self.variant,
             parameters=_values(self.parameters),
-            estimate=_estimate(self.terms, self.relative_error, self.measured),
+            estimate=_estimate(self.terms, self.measured, self.saving_error_us),
             rejections=_rejections(rejected),
             table=tuple(row.record() for row in self.table),
             notes=self.notes,
@@ -113,9 +124,9 @@ class _Candidate(Struct, frozen=True):
 
 
 def _estimate(
-    terms: tuple[Term, ...] | None, relative_error: float | None, measured: Measured | None
+    terms: tuple[_Term, ...] | None, measured: Measured | None, saving_error_us: float | None = None
 ) -> Estimate | None:
-    return None if terms is None else Estimate(terms, relative_error or 0.0, measured)
+    return None if terms is None else Estimate(tuple(each.record() for each in terms), measured, saving_error_us)
 
 
 class _Alternative(_Candidate, frozen=True, kw_only=True):
@@ -137,8 +148,7 @@ class _Site(_Candidate, frozen=True, kw_only=True):
     count: int
     choice_rejected: tuple[_Rejection, ...]
     alternatives: tuple[_Alternative, ...]
-    unfused_terms: tuple[Term, ...] | None
-    unfused_relative_error: float | None
+    unfused_terms: tuple[_Term, ...] | None
     unfused_measured: Measured | None = None
 
     def decision(self) -> Decision:
@@ -157,7 +167,7 @@ class _Site(_Candidate, frozen=True, kw_only=True):
             ),
             chosen=self.candidate(self.choice_rejected),
             alternatives=tuple(each.candidate(each.rejected) for each in self.alternatives),
-            baseline=_estimate(self.unfused_terms, self.unfused_relative_error, self.unfused_measured),
+            baseline=_estimate(self.unfused_terms, self.unfused_measured),
         )
 
 
@@ -214,13 +224,16 @@ class _Variant(Struct, frozen=True):
     predicted_us: float | None
     rejected: tuple[_Rejection, ...]
     exposed_us: float | None = None
+    unfused_steady_us: float | None = None
+    steady_us: float | None = None
     parameters: Mapping[str, Scalar] = field(default_factory=dict)
 
     def record(self) -> Variant:
         rejections, parameters = _rejections(self.rejected), _values(self.parameters)
         return Variant(
-            self.name, self.rule, self.unfused_us, self.predicted_us, rejections, parameters, self.exposed_us
-        )
+            self.name, self.rule, self.unfused_us, self.predicted_us, rejections, parameters, self.exposed_us,
+            self.unfused_steady_us, self.steady_us,
+        )  # fmt: skip
 
 
 class _Sensitivity(Struct, frozen=True):
@@ -282,9 +295,10 @@ class _Machine(Struct, frozen=True):
     measured: bool
     origins: Table
     stands_in_for: Texts = ()
+    note: str = ""
 
     def record(self) -> MachineSummary:
-        return MachineSummary(self.name, self.measured, _values(self.origins), self.stands_in_for)
+        return MachineSummary(self.name, self.measured, _values(self.origins), self.stands_in_for, self.note)
 
 
 class _LeftCall(Struct, frozen=True):

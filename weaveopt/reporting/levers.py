@@ -107,7 +107,8 @@ def _slower(decision: Decision, best: Candidate) -> str:
         return f"left: {named} would be as fast"
     if more_us > 0:
         return f"left: {named} would be slower by {more_us:,.1f} us each"
-    return f"left: {named} would save {-more_us:,.1f} us each, within the error of {best.estimate.error_us:,.1f} us"
+    error_us = best.estimate.error_us if best.estimate.saving_error_us is None else best.estimate.saving_error_us
+    return f"left: {named} would save {-more_us:,.1f} us each, within the error of {error_us:,.1f} us"
 
 
 def _unmeasured(candidate: Candidate) -> bool:

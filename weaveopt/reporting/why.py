@@ -7,7 +7,8 @@ from rich.padding import Padding
 from rich.text import Text
 
 from weaveopt.errors import OptionError, closest
-from weaveopt.records.candidate import Candidate, Estimate, Rejection
+from weaveopt.records.candidate import Candidate, Estimate, Rejection, Term
+from weaveopt.records.price import PriceSource
 from weaveopt.records.report import Decision, GraphReport, Report
 from weaveopt.records.site import Site
 from weaveopt.reporting.memory import table_text
@@ -68,7 +69,7 @@ def _site(graph: GraphReport, decision: Decision) -> list[RenderableType]:
         parts.extend(_candidate("allowed" if candidate.allowed else "rejected", candidate))
     if absent:
         parts.append(_line(f"no fabric here: {'; '.join(absent.values())}"))
-    parts.append(_line(f"saved: {decision.saving_us:,.2f} us each"))
+    parts.append(_line(f"saved: {decision.saving_us:,.2f} us each{_interval(decision)}"))
     for found in graph.sensitivity:
         if site.id in found.sites:
             parts.append(_line("what would change the choice, all else held:"))
@@ -88,11 +89,26 @@ def _candidate(status: str, candidate: Candidate) -> list[RenderableType]:
 def _estimate(estimate: Estimate | None) -> str:
     if estimate is None:
         return "not estimated"
-    terms = "".join(f" {'-' if term.us < 0 else '+'} {term.name} {abs(term.us):,.2f}" for term in estimate.terms)
+    terms = "".join(f" {'-' if term.us < 0 else '+'} {_term(term)}" for term in estimate.terms)
     exposed = f", communication exposed {estimate.exposed_us:,.2f}"
     found = estimate.measured
     measured = "" if found is None else f"; measured {found.us:,.2f} us ±{found.relative_error:.0%}"
     return f"{estimate.us:,.2f} us ±{estimate.relative_error:.0%} ={terms.removeprefix(' +')}{exposed}{measured}"
+
+
+def _term(term: Term) -> str:
+    """`gemm 30.31 ±1.20 interpolated`: the term, its standard error, and where it comes from unless it was measured."""
+    error = f" ±{term.error_us:,.2f}" if term.error_us >= 0.005 else ""
+    source = "" if term.source is PriceSource.MEASURED or not error else f" {term.source.value}"
+    return f"{term.name} {abs(term.us):,.2f}{error}{source}"
+
+
+def _interval(decision: Decision) -> str:
+    """Interval of the saving, by the errors of the two prices that it is the difference of."""
+    saved_us, error_us = decision.saving_us, decision.saving_error_us
+    if not decision.rewritten:
+        return ""
+    return f" ±{error_us:,.2f} ({saved_us - error_us:,.2f} to {saved_us + error_us:,.2f})"
 
 
 def _reason(rejection: Rejection) -> str:

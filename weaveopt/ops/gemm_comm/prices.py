@@ -127,12 +127,9 @@ def on_fabrics(
                 yield candidate, lowered
 
 
-def with_gemms(machine: Machine, work: GemmCommWork, uncertain: tuple[Term, ...]) -> Estimate:
-    """Estimate of `gemm`, the library's GEMMs, and then of `uncertain`.
-
-    The GEMMs are the same with and without a rewrite, so their error cancels in a saving and is left out.
-    """
+def with_gemms(machine: Machine, work: GemmCommWork, others: tuple[Term, ...]) -> Estimate:
+    """Estimate of `gemm`, the library's GEMMs, and then of `others`."""
     slowdown = machine.oversubscription(work.world, work.hosts)
     gemms_us = sum(gemm_us(machine, gemm, work.dtype) for gemm in work.gemms) * slowdown
-    estimate = Estimate(uncertain, machine.relative_error).plus(Estimate((Term("gemm", gemms_us),)))
+    estimate = Estimate(others).plus(Estimate((Term("gemm", gemms_us),)))
     return replace(estimate, terms=tuple(sorted(estimate.terms, key=lambda term: term.name != "gemm")))

@@ -48,9 +48,8 @@ def price(
 
     Terms: `gemm`, the time in the graph; `exposed`, the time of the gather and the widest GEMM beyond that;
     `synchronize`, the kernel after which the library's other GEMMs may start; `rows`, a copy of all of them if they are
-    returned, in full, though it overlaps with the GEMMs; `host`. The model's own error is charged for all of it but the
-    other GEMMs, which are the graph's: an error of their price is the same without a rewrite. The widest GEMM is not
-    the graph's, so its price may have another error than this one's.
+    returned, in full, though it overlaps with the GEMMs; `host`. The other GEMMs are the graph's: an error of their
+    price is the same without a rewrite. The widest GEMM is not, so its price may have another error than this one's.
     """
     early = widest_of([gemm.n for gemm in gemms])
     assert early is not None, "no GEMM"
@@ -62,7 +61,7 @@ def price(
         return 0 if _native is None else _native.product_waves(*sizes, _native.GATHER_SPARE_CTAS, world, units)
 
     multiplied_us = [gemm_us(machine, gemm, dtype) for gemm in gemms]
-    found = fastest(ALL_GATHER.known(machine, fabric, world), message, widest.n, waves, multiplied_us[early])
+    found = fastest(ALL_GATHER.known(machine, fabric, world), machine, message, widest.n, waves, multiplied_us[early])
     if isinstance(found, Unmeasured):
         return Rejection(found.code, found.message, found.values)
     cut, us = found
@@ -74,4 +73,4 @@ def price(
         Term("host", host_us(machine) * machine.oversubscription(world, 1)),
     )
     others = Estimate((Term("gemm", sum(multiplied_us) - multiplied_us[early]),))
-    return cut, Estimate(terms, machine.relative_error).plus(others)
+    return cut, Estimate(terms).plus(others)

@@ -67,7 +67,7 @@ def price(
 
     message = Message(gemm.m, gemm.n, DTYPE_BYTES[dtype])
     multiplied_us = gemm_us(machine, gemm, dtype)
-    found = fastest(kernels.known(machine, fabric, world), message, gemm.k, waves, multiplied_us)
+    found = fastest(kernels.known(machine, fabric, world), machine, message, gemm.k, waves, multiplied_us)
     if isinstance(found, Unmeasured):
         return Rejection(found.code, found.message, found.values)
     cut, us = found
@@ -76,4 +76,4 @@ def price(
         Term("exposed", us - multiplied_us),
         Term("host", host_us(machine) * machine.oversubscription(world, 1)),
     )
-    return cut, Estimate(tuple(term for term in terms if term.us != 0.0), machine.relative_error)
+    return cut, Estimate(tuple(term for term in terms if term.us != 0.0))

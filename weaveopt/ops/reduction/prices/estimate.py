@@ -12,6 +12,7 @@ from weaveopt.cost_model.collectives import (
 from weaveopt.cost_model.gemm import Gemm, gemm_us
 from weaveopt.cost_model.kernels import memory_us, norm_us, traffic_us
 from weaveopt.cost_model.machine import Machine
+from weaveopt.cost_model.uncertainty import estimated
 from weaveopt.ops.reduction.prices.kernels import (
     READS_ANYWHERE,
     exchange_terms,
@@ -22,12 +23,8 @@ from weaveopt.ops.reduction.variant import Algorithm, Transfer
 from weaveopt.records.candidate import Estimate, Fabric, Term
 
 
-def _estimate(machine: Machine, gemm_us: float, terms: list[Term]) -> Estimate:
-    """The GEMM is the same with and without a rewrite, so its error cancels in a saving and is left out."""
-    uncertain_us = sum(term.us for term in terms)
-    total_us = gemm_us + uncertain_us
-    kept = tuple(term for term in (Term("gemm", gemm_us), *terms) if term.us != 0.0)
-    return Estimate(kept, machine.relative_error * (uncertain_us / total_us) if total_us else 0.0)
+def _estimate(gemm_us: float, terms: list[Term]) -> Estimate:
+    return Estimate(tuple(term for term in (Term("gemm", gemm_us), *terms) if term.us != 0.0))
 
 
 def _gemm_us(machine: Machine, workload: Workload) -> float:
@@ -58,7 +55,7 @@ def estimate_unfused(machine: Machine, workload: Workload) -> Estimate:
     else:
         writes = 1 + workload.sum_is_used
         terms.append(Term("add_norm", norm_us(machine, (reads + writes) * message, workload.hidden) * slowdown))
-    return _estimate(machine, _gemm_us(machine, workload), terms)
+    return _estimate(_gemm_us(machine, workload), terms)
 
 
 def gather_us(machine: Machine, workload: Workload, fabric: Fabric) -> float:
@@ -67,7 +64,8 @@ def gather_us(machine: Machine, workload: Workload, fabric: Fabric) -> float:
         return 0.0
     half = all_reduce_steps(fabric, Algorithm.TWO_SHOT, workload.world).traffic / 2
     us = fabric_costs(machine, fabric).link.us(half * workload.message_bytes)
-    return us * machine.oversubscription(workload.world, workload.hosts)
+    total_us = us * machine.oversubscription(workload.world, workload.hosts)
+    return estimated(machine, total_us, ("gather", fabric, workload.message_bytes, workload.world))
 
 
 def estimate_fused(
@@ -103,4 +101,4 @@ def estimate_fused(
     terms += exchange_terms(machine, workload, fabric, variant)
     if algorithm is Algorithm.TWO_SHOT and not sum_sharded:
         terms.append(Term("gather", gather_us(machine, workload, fabric)))
-    return _estimate(machine, _gemm_us(machine, workload), terms)
+    return _estimate(_gemm_us(machine, workload), terms)

@@ -143,7 +143,7 @@ def kernel_curves(
         for num_ctas, curve in fitting:
             if curve.world == nearest:
                 by_ctas.setdefault(num_ctas, []).append(curve)
-    return {num_ctas: at_row(curves, hidden) for num_ctas, curves in by_ctas.items()}
+    return {num_ctas: at_row(tuple(curves), hidden) for num_ctas, curves in by_ctas.items()}
 
 
 def variant_for(
@@ -217,7 +217,7 @@ def exchange_terms(machine: Machine, workload: Workload, fabric: Fabric, variant
     if variant.curve is not None and variant.transfer in BETWEEN_GPUS:
         element_bytes, ranks_of_host = DTYPE_BYTES[workload.dtype], world // workload.hosts
         rounds = partial(gpu_doubling, element_bytes=element_bytes, ranks_of_host=ranks_of_host)
-        latency_us, rest_us = hosts_parts_us(variant.curve, message, workload.hosts, rounds, at_least)
+        latency_us, rest_us = hosts_parts_us(machine, variant.curve, message, workload.hosts, rounds, at_least)
         norm_us = min(norm_us, rest_us / 2)
         return [Term("synchronize", latency_us), Term("reduce", rest_us - norm_us), Term("norm", norm_us)]
     if variant.curve is not None:

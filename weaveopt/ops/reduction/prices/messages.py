@@ -9,9 +9,11 @@ from weaveopt.cost_model.collectives import fabric_costs, inter_link
 from weaveopt.cost_model.host_algorithms import HostAllReduce, host_algorithm
 from weaveopt.cost_model.kernels import traffic_us
 from weaveopt.cost_model.machine import Machine
+from weaveopt.cost_model.uncertainty import estimated, read
 from weaveopt.ops.reduction.prices.workload import Workload
 from weaveopt.ops.reduction.variant import Algorithm
 from weaveopt.records.candidate import Fabric, Term
+from weaveopt.records.price import Reading
 from weaveopt.records.site import DTYPE_BYTES
 
 
@@ -54,8 +56,10 @@ def _busy_us(machine: Machine, workload: Workload, algorithm: Algorithm) -> tupl
     if not known.processors:
         there = machine.oversubscription(known.hosts * known.ranks_per_host, known.hosts)
         crowding = machine.oversubscription(workload.world, workload.hosts) / there
-    fixed_us = known.fixed_us(traffic.steps, traffic.messages)
-    return fixed_us * crowding, known.bytes_us(traffic.sent_bytes, workload.message_bytes) * crowding
+    reading: Reading = (known.origin, algorithm, known.hosts, known.ranks_per_host, workload.message_bytes)
+    fixed_us = known.fixed_us(traffic.steps, traffic.messages) * crowding
+    moved_us = known.bytes_us(traffic.sent_bytes, workload.message_bytes) * crowding
+    return read(machine, known.origin, fixed_us, reading), read(machine, known.origin, moved_us, reading)
 
 
 def _of_the_link_us(machine: Machine, workload: Workload, algorithm: Algorithm) -> tuple[float, float]:
@@ -63,7 +67,12 @@ def _of_the_link_us(machine: Machine, workload: Workload, algorithm: Algorithm) 
     local, inter = fabric_costs(machine, Fabric.TCP).link, inter_link(machine, Fabric.TCP)
     cost = host_algorithm(algorithm.value).cost(problem_of(workload, algorithm), local, inter)
     slowdown = machine.oversubscription(workload.world, workload.hosts)
-    return (machine.memory.floor_us + cost.latency_us) * slowdown, cost.transfer_us * slowdown
+    reading: Reading = (Fabric.TCP, algorithm, workload.message_bytes, workload.world, workload.hosts)
+    fixed_us = (machine.memory.floor_us + cost.latency_us) * slowdown
+    return (
+        estimated(machine, fixed_us, reading),
+        estimated(machine, cost.transfer_us * slowdown, reading),
+    )
 
 
 def _added_us(machine: Machine, workload: Workload, algorithm: Algorithm) -> float:

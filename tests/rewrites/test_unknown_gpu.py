@@ -1,0 +1,85 @@
+"""A GPU without a profile: attention is decided by timed kernels alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import pytest
+
+from tests.graphs.nonempty import some
+from tests.rewrites.test_causal_attention_prices import Sizes, _price
+from weaveopt import backend
+from weaveopt.autotune.tune import Tuned
+from weaveopt.cost_model.timed import ByProfile, KernelShape
+from weaveopt.pipeline.context import GraphContext
+from weaveopt.records.candidate import LEAVE, Rejection
+from weaveopt.records.price import Price, PriceSource
+from weaveopt.records.report import Decision
+from weaveopt.rewrites.causal_attention.candidates import RULE
+from weaveopt.rule import CapturedGraph
+
+SIZES = Sizes(8, 8, 1, 1, 4096, 128, 128)
+"""A decode step that the rule rewrites wherever there is a profile."""
+WHY = Rejection("machine_not_measured", "no profile of this GPU")
+
+
+@dataclass(frozen=True)
+class Times:
+    """Table of kernels that take as long as the profile says; that of the site as it is so many times that."""
+
+    share: float = 1.0
+    only: tuple[str, ...] = ("gemm", "bmm", "attention")
+
+    def us(self, shape: KernelShape, by_profile: ByProfile) -> float:
+        us = by_profile(shape.size)
+        if not shape.kernel.startswith(self.only):
+            return us
+        repeated = "8x8x8x128" in str(shape)
+        return Price.read(float(us) * (self.share if repeated else 1.0), shape, 0.02, PriceSource.TIMED)
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> list[Times]:
+    """The table of the next compile; empty: nothing was timed."""
+    found: list[Times] = []
+    real = backend.context
+
+    def stand_in(captured: CapturedGraph, *arguments: object) -> GraphContext:
+        made = real(captured, *arguments)  # type: ignore[arg-type]
+        machine = replace(made.context.machine, stands_in=True)
+        return replace(made, context=replace(made.context, machine=machine, not_measured=WHY))
+
+    def tuned(*_: object) -> Tuned:
+        return Tuned(times=found[0]) if found else Tuned()  # type: ignore[arg-type]
+
+    monkeypatch.setattr(backend, "context", stand_in)
+    monkeypatch.setattr(backend, "tune", tuned)
+    return found
+
+
+def codes(decision: Decision) -> set[str]:
+    every: Iterable[Rejection] = (why for each in decision.alternatives for why in each.rejections)
+    return {why.code for why in every}
+
+
+def test_nothing_timed_leaves_it(times: list[Times]) -> None:
+    decision = _price(SIZES, "h200x4", 4095)
+    assert decision.chosen.choice == LEAVE and "machine_not_measured" in codes(decision)
+
+
+def test_timed_kernels_decide(times: list[Times]) -> None:
+    times.append(Times())
+    decision = _price(SIZES, "h200x4", 4095)
+    assert decision.chosen.choice == RULE and "machine_not_measured" not in codes(decision)
+    assert decision.saving_us > decision.saving_error_us > 0.0
+    times[0] = Times(share=0.05)
+    assert _price(SIZES, "h200x4", 4095).chosen.choice == LEAVE, "here the library is the faster"
+
+
+def test_times_of_other_kernels_decide_nothing(times: list[Times]) -> None:
+    times.append(Times(only=("fft",)))
+    decision = _price(SIZES, "h200x4", 4095)
+    assert decision.chosen.choice == LEAVE and "no_saving" in codes(decision)
+    [estimate, *_] = some([each.estimate for each in decision.alternatives if each.estimate is not None])
+    assert estimate.error_us == pytest.approx(estimate.us)
