@@ -53,7 +53,7 @@ def device_name(device: str) -> str:
     cannot be asked."""
     if device == "cuda":
         try:
-            name = torch.cuda.get_device_properties(torch.cuda.current_device()).name
+            name = str(getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "name", ""))
             return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
         except (RuntimeError, AssertionError):  # a forked child of CPU ranks, on a host that has GPUs
             return ""
