@@ -39,7 +39,7 @@ measured. `weaveopt calibrate` measures it with and without a mask tensor (`step
 
 @dataclass(frozen=True)
 class Attention:
-    """`q[batch, heads, q_len, head_dim]` against `k, v[batch, kv_heads, kv_len, head_dim]`, on one rank."""
+    """`q[batch, heads, q_len, head_dim]` against `k[batch, kv_heads, kv_len, head_dim]` and `v[..., value_dim]`."""
 
     batch: int
     heads: int
@@ -54,6 +54,8 @@ class Attention:
     """Size of the mask tensor; 0 without one."""
     window: int = 0
     """With `causal`: how many keys a query reads at most; 0: all before it."""
+    value_dim: int = 0
+    """Head size of the values; 0: `head_dim`."""
     kernel: str = "sdpa"
     """Which kernel, as curves of profiles name it; `sdpa`: whatever compiled models get of the library."""
 
@@ -65,8 +67,13 @@ class Attention:
         return "causal" if self.causal else ("masked" if self.mask_bytes else "full")
 
     @property
+    def mean_head(self) -> float:
+        """Mean head size of its two GEMMs."""
+        return (self.head_dim + (self.value_dim or self.head_dim)) / 2
+
+    @property
     def flops(self) -> float:
-        """`4 · batch · heads · q_len · kv_len · head_dim`; with `causal`, of the visible scores only."""
+        """`4 · batch · heads · q_len · kv_len · mean_head`; with `causal`, of the visible scores only."""
         visible = self.q_len * self.kv_len
         if self.causal:
             # Query i of the last `seen` ones sees `kv_len - seen + i + 1` keys.
@@ -74,13 +81,13 @@ class Attention:
             visible = seen * self.kv_len - seen * (seen - 1) // 2
             if self.window:
                 visible = min(visible, seen * self.window)
-        return 4.0 * self.batch * self.heads * visible * self.head_dim
+        return 4.0 * self.batch * self.heads * visible * self.mean_head
 
     @property
     def num_bytes(self) -> int:
         """Queries, keys and values read once, the result written, and the mask."""
         rows = 2 * self.heads * self.q_len + 2 * self.kv_heads * self.kv_len
-        return self.batch * rows * self.head_dim * DTYPE_BYTES[self.dtype] + self.mask_bytes
+        return int(self.batch * rows * self.mean_head) * DTYPE_BYTES[self.dtype] + self.mask_bytes
 
 
 REFERENCE_HEAD = 128
@@ -131,7 +138,8 @@ def shape_of(attention: Attention) -> KernelShape:
     """The kernel as it is timed; decode grows with the sequences, all else with the queries and their keys."""
     scores = attention.batch * attention.q_len * attention.kv_len
     mask_item_bytes = -(-attention.mask_bytes // scores)
-    fixed = (attention.heads, attention.kv_heads, attention.head_dim, attention.window, mask_item_bytes)
+    heads = (attention.heads, attention.kv_heads, attention.head_dim, attention.value_dim or attention.head_dim)
+    fixed = (*heads, attention.window, mask_item_bytes)
     kernel = f"{ATTENTION} {attention.kernel} {attention.form}"
     if attention.q_len == 1:
         return KernelShape(kernel, attention.dtype, attention.batch, (*fixed, attention.kv_len))
@@ -171,7 +179,7 @@ def curve_of(machine: Machine, attention: Attention) -> KernelCurve | None:
     curves = _curves(machine.untimed, attention.kernel, attention.form)
     if not curves:
         return None
-    return min(curves, key=lambda curve: abs(log(_head_of(curve) / attention.head_dim)))
+    return min(curves, key=lambda curve: abs(log(_head_of(curve) / attention.mean_head)))
 
 
 @cache
@@ -189,13 +197,13 @@ def _curve_us(machine: Machine, curve: KernelCurve, attention: Attention) -> flo
     if curve.counts == "bytes":
         return kernel_curve_us(machine, curve, attention.num_bytes)
     units = machine.attention.units if machine.attention is not None else 1
-    us = kernel_curve_us(machine, curve, steps(attention, units) * attention.head_dim / _head_of(curve))
+    us = kernel_curve_us(machine, curve, steps(attention, units) * attention.mean_head / _head_of(curve))
     heads = sorted({_head_of(each) for each in _curves(machine, attention.kernel, attention.form)})
-    if attention.head_dim in heads:
+    if attention.mean_head in heads:
         return us
     # Steps are taken to grow with the head; that they do not grow at all is as little known.
-    off = bool(machine.relative_error) * abs(log(attention.head_dim / _head_of(curve))) / 2.0
-    return us.with_error(("head_dim", curve.variant, attention.head_dim), lambda: off, PriceSource.INTERPOLATED)
+    off = bool(machine.relative_error) * abs(log(attention.mean_head / _head_of(curve))) / 2.0
+    return us.with_error(("head_dim", curve.variant, attention.mean_head), lambda: off, PriceSource.INTERPOLATED)
 
 
 def _measured_us(costs: AttentionCosts, attention: Attention) -> float:
@@ -203,7 +211,7 @@ def _measured_us(costs: AttentionCosts, attention: Attention) -> float:
     step_us = costs.causal_step_us if attention.causal else costs.step_us
     steps = num_waves(tiles, costs.units) * -(-attention.kv_len // costs.tile_kv)
     # A single query fills no tile: what is read for it bounds it, through all units together.
-    arithmetic_us = steps * step_us * attention.head_dim / REFERENCE_HEAD if attention.q_len > 1 else 0.0
+    arithmetic_us = steps * step_us * attention.mean_head / REFERENCE_HEAD if attention.q_len > 1 else 0.0
     return costs.launch_us + max(arithmetic_us, attention.num_bytes / costs.bytes_per_s * 1e6)
 
 

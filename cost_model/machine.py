@@ -230,7 +230,7 @@ class AttentionCosts:
     """Attention as compiled models call it: tiles of queries in waves, each a loop over tiles of keys.
 
     `step_us` is one step of that loop with heads of 128; `causal_step_us` the mean over all steps, skipped ones
-    included, where the kernel knows that it is causal.
+    included, of the kernel that skips what a causal mask hides.
     """
 
     origin: str

@@ -187,7 +187,7 @@ def _few_tokens(machine: Machine, facts: ExchangeFacts, tokens: TokenCounts, tra
 
 def _against(facts: ExchangeFacts, tokens: TokenCounts) -> Iterator[Rejection]:
     if facts.dtype not in HALVES:
-        yield Rejection("dtype_not_supported", "the kernels take bfloat16 and float16", (("dtype", facts.dtype),))
+        yield Rejection("dtype_not_supported", "the kernels support bfloat16 and float16", (("dtype", facts.dtype),))
     if facts.hidden % ROW_MULTIPLE:
         message = f"rows are of a multiple of {ROW_MULTIPLE} elements"
         yield Rejection("rows_not_aligned", message, (("hidden", facts.hidden),))

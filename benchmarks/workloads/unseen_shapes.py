@@ -66,7 +66,9 @@ def draw(span: Span, count: int, seed: int, world: int = 2) -> list[DrawnShape]:
     for _ in range(count):
         hidden = numbers.choice(span.hiddens)
         intermediate = round(hidden * numbers.uniform(*span.ratios) / 128) * 128
-        heads = hidden // span.head_dim // world * world
+        # transformers refuses a hidden size that the heads do not divide, though their own size is given.
+        most = hidden // span.head_dim
+        heads = max(each for each in range(world, most + 1, world) if hidden % each == 0)
         shares = [each for each in (1, 2, 4, 8) if heads % each == 0 and heads // each % world == 0]
         tokens = int((span.most_tokens + 1) ** numbers.random())
         found.append(DrawnShape(hidden, intermediate, heads, heads // numbers.choice(shares), tokens))

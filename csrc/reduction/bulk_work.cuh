@@ -1,4 +1,4 @@
-// What all warps of a CTA of the bulk kernel know and share; see bulk.cu.
+// State that all warps of a CTA of the bulk kernel share; see bulk.cu.
 #pragma once
 
 #include "fabric/bulk_copy.cuh"
@@ -104,7 +104,7 @@ struct Turn {
     }
 };
 
-// What every part of the kernel knows.
+// Arguments of every part of the kernel.
 struct Work {
     const Call& call;
     const BulkLayout& layout;

@@ -141,25 +141,25 @@ def _against(
     keys = lowered.num_keys or facts.keys
     heads = (("head_dim", facts.head_dim), ("value_dim", facts.value_dim))
     if form is not AttentionImplementation.MASKED and (facts.softcap or facts.has_sinks):
-        yield Rejection("scores_changed", "no kernel of the library knows soft caps or sinks")
+        yield Rejection("scores_changed", "no kernel of the library supports soft caps or sinks")
     if (
         form in (AttentionImplementation.FLASH, AttentionImplementation.CUDNN, AttentionImplementation.MASKED)
         and facts.dtype not in HALVES
     ):
-        yield Rejection("dtype_not_supported", "the kernel takes bfloat16 and float16", (("dtype", facts.dtype),))
+        yield Rejection("dtype_not_supported", "the kernel supports bfloat16 and float16", (("dtype", facts.dtype),))
     if form is AttentionImplementation.MASKED and not terms.has_triton:
         yield Rejection("no_triton", "Triton, which the kernel is written in, is not installed: pip install triton")
     if form is AttentionImplementation.FLASH:
         if facts.head_dim != facts.value_dim or facts.head_dim > LARGEST_HEAD or facts.head_dim % 8:
-            yield Rejection("head_size", "the kernel takes equal head sizes of at most 256", heads)
+            yield Rejection("head_size", "the kernel supports equal head sizes of at most 256", heads)
     elif form is AttentionImplementation.CUDNN:
         if facts.head_dim > LARGEST_HEAD_OF_CUDNN or facts.value_dim > 128 or (facts.head_dim | facts.value_dim) % 8:
-            yield Rejection("head_size", "the kernel takes head sizes of at most 128, and keys of 192", heads)
+            yield Rejection("head_size", "the kernel supports head sizes of at most 128, and keys of 192", heads)
     elif form is AttentionImplementation.CPU:
         if facts.head_dim != facts.value_dim:
-            yield Rejection("head_size", "the kernel takes equal head sizes", heads)
+            yield Rejection("head_size", "the kernel supports equal head sizes", heads)
     elif form is AttentionImplementation.MASKED and max(facts.head_dim, facts.value_dim) > LARGEST_HEAD:
-        yield Rejection("head_size", "the kernel takes head sizes of at most 256", heads)
+        yield Rejection("head_size", "the kernel supports head sizes of at most 256", heads)
     if form in (AttentionImplementation.CUDNN, AttentionImplementation.CPU) and lowered.causal:
         if lowered.window:
             yield Rejection("mask_not_supported", "the kernel does not support windows", (("window", lowered.window),))
@@ -178,7 +178,8 @@ def _at(facts: AttentionFacts, tokens: TokenCounts) -> Attention:
         kv_heads=facts.kv_heads,
         q_len=facts.queries,
         kv_len=facts.keys,
-        head_dim=(facts.head_dim + facts.value_dim) // 2,
+        head_dim=facts.head_dim,
+        value_dim=facts.value_dim,
         dtype=facts.dtype,
     )
     return AttentionCall(attention).at(tokens.hint / (facts.batch * facts.queries))

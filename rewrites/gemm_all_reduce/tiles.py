@@ -76,13 +76,13 @@ def size_rejections(workload: Workload) -> list[Rejection]:
     reasons = [] if workload.is_static else [SYMBOLIC]
     most = _native.product_most_tokens(workload.world)
     if workload.max_tokens > most:
-        message = f"the kernel takes at most {counted(most, 'token')}"
+        message = f"the kernel supports at most {counted(most, 'token')}"
         reasons.append(Rejection("too_many_tokens", message, (("tokens", workload.max_tokens),)))
     if workload.hidden > _native.PRODUCT_MOST_HIDDEN:
-        message = f"the kernel takes rows of at most {_native.PRODUCT_MOST_HIDDEN} elements"
+        message = f"the kernel supports rows of at most {_native.PRODUCT_MOST_HIDDEN} elements"
         reasons.append(Rejection("row_not_supported", message, (("hidden", workload.hidden),)))
     if workload.gemm.k % ROW_ALIGNMENT:
-        message = f"the kernel takes products of a depth that is a multiple of {ROW_ALIGNMENT}"
+        message = f"the kernel supports products of a depth that is a multiple of {ROW_ALIGNMENT}"
         reasons.append(Rejection("depth_not_supported", message, (("k", workload.gemm.k),)))
     out_dtype = workload.out_dtype or workload.dtype
     if workload.dtype not in TILE_DTYPES or out_dtype != workload.dtype:

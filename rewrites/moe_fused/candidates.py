@@ -133,7 +133,7 @@ def _by_tokens(
 
 def _against(facts: MixtureFacts, host: Host) -> Iterator[Rejection]:
     if facts.dtype not in HALVES:
-        yield Rejection("dtype_not_supported", "the kernels take bfloat16 and float16", (("dtype", facts.dtype),))
+        yield Rejection("dtype_not_supported", "the kernels support bfloat16 and float16", (("dtype", facts.dtype),))
     if not host.has_triton:
         yield Rejection("triton_missing", "Triton, which compiles the kernels, is not installed")
 

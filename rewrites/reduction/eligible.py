@@ -74,6 +74,6 @@ def shape_rejections(workload: Workload, fabric: Fabric) -> list[Rejection]:
     """Rows and groups that the GPU kernels on the fabric do not take."""
     reasons = []
     if workload.hidden % ROW_ALIGNMENT:
-        message = f"the kernels take rows of a multiple of {ROW_ALIGNMENT} elements"
+        message = f"the kernels support rows of a multiple of {ROW_ALIGNMENT} elements"
         reasons.append(Rejection("row_not_supported", message, (("hidden", workload.hidden),)))
     return [*reasons, *world_refused(fabric, workload.world)]

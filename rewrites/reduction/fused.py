@@ -129,7 +129,7 @@ def notes_of(lowered: FusedReductionPlan, facts: object) -> tuple[str, ...]:
         why = f"{lowered.fabric.value} has no kernel that does"
         features = op.FEATURES.get(lowered.fabric)
         if features is not None and features.quantizes:
-            why = f"the kernels take rows of a multiple of {FP8_ROW_ALIGNMENT} elements (hidden {facts.hidden})"
+            why = f"the kernels support rows of a multiple of {FP8_ROW_ALIGNMENT} elements (hidden {facts.hidden})"
         notes.append(f"e4m3 rows are made of the normalized ones in the graph: {why}")
     if lowered.unfused_norm:
         notes.append(

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tests.graphs import forms
 from tests.graphs.executing import executing
@@ -22,7 +23,7 @@ from tests.house import toys
 from tests.house.test_toys import chain, chain_inputs
 from tests.ranks import run_ranks
 from weaveopt import backend, cost_model
-from weaveopt.autotune import kernel_exchange, tune
+from weaveopt.autotune import kernel_exchange, kernel_timing, tune
 from weaveopt.autotune.asked_kernels import AskedKernel, AskedPrices
 from weaveopt.autotune.kernel_calls import Operands, launch_of
 from weaveopt.autotune.kernel_timing import KernelTimings, TuningCpuClock, time_kernels
@@ -284,6 +285,21 @@ def test_kernels_are_timed_within_a_budget() -> None:
     assert some_left.left == (long.shape,) and len(some_left.times) == 2
 
 
+def test_the_clock_of_gpus_is_made_outside_of_a_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of a compile are fake: a clock made of them captured an empty graph, and every kernel after failed."""
+    made: list[bool] = []
+
+    def clock() -> TuningCpuClock:
+        made.append(isinstance(torch.empty(1), FakeTensor))
+        return TuningCpuClock()
+
+    monkeypatch.setattr(kernel_timing, "_gpu_clock", clock)
+    with FakeTensorMode():
+        assert isinstance(torch.empty(1), FakeTensor)
+        time_kernels((), torch.device("cuda"), 1.0, 1 << 20)
+    assert made == [False]
+
+
 def test_what_cannot_be_called_alone_is_left() -> None:
     unknown = asked(KernelShape("fft", "float32", 4, (4,)), KernelShape("gemm", "float8_e4m3fn", 4, (4, 4)))
     found = time_kernels(unknown, CPU, 10.0, 1 << 20)
@@ -301,6 +317,8 @@ SHAPES = {
     "masked": (shape_of(replace(ATTENTION, mask_bytes=4 * 24 * 24)), (1, 4, 24, 16)),
     "flags": (shape_of(replace(ATTENTION, mask_bytes=24 * 24)), (1, 4, 24, 16)),
     "decode": (shape_of(replace(ATTENTION, batch=3, q_len=1)), (3, 4, 1, 16)),
+    "smaller values": (shape_of(replace(ATTENTION, kv_heads=4, value_dim=8)), (1, 4, 24, 8)),
+    "decode of smaller values": (shape_of(replace(ATTENTION, batch=3, q_len=1, value_dim=8)), (3, 4, 1, 8)),
 }
 
 

@@ -20,7 +20,7 @@ def test_shapes_are_drawn_alike_and_within_the_span(span: Span) -> None:
     assert shapes == draw(span, 40, 7) and shapes != draw(span, 40, 8) and len(set(shapes)) > 30
     for each in some(shapes):
         assert each.hidden in span.hiddens and 1 <= each.tokens <= span.most_tokens
-        assert each.heads % 2 == each.kv_heads % 2 == each.heads % each.kv_heads == 0
+        assert each.heads % 2 == each.kv_heads % 2 == each.heads % each.kv_heads == each.hidden % each.heads == 0
         low, high = span.ratios
         assert low * each.hidden - 64 <= each.intermediate <= high * each.hidden + 64
         assert each.intermediate % 128 == 0

@@ -15,11 +15,14 @@ import transformers
 from torch import fx
 from torch._inductor.compile_fx import compile_fx
 
+from tests.graphs.nonempty import some
 from weaveopt.cli import model_source, preview
+from weaveopt.cli.gpu_attention import library_attention
 from weaveopt.cli.model_source import CaptureRequest
 from weaveopt.errors import CaptureError, OptionError
 from weaveopt.reporting import timeline
 
+aten = torch.ops.aten
 EMBEDDING = 1
 """All-reduces after the embedding, which is shared by vocabulary."""
 
@@ -41,17 +44,25 @@ def _tiny(tmp_path: Path, model_type: str, **more: int) -> str:
 
 def _all_reduces(request: CaptureRequest) -> tuple[int, list[tuple[int, ...]]]:
     """All-reduces of the whole model, from the captured ones and what they stand for, and their shapes."""
+    plan, nodes = _captured(request)
+    found: list[tuple[int, tuple[int, ...]]] = []
+    for node in nodes:
+        if "all_reduce" in str(node.target):
+            paths = [path for path, _ in node.meta["nn_module_stack"].values()]
+            (layer,) = timeline.layers_of(paths[-1:])
+            found.append((1 if layer is None else plan.counts[layer], tuple(node.meta["val"].shape)))
+    return sum(count for count, _ in found), [shape for _, shape in found]
+
+
+def _captured(request: CaptureRequest) -> tuple[preview.LayerPlan, list[fx.Node]]:
+    """The layers that are captured, and the nodes of their graph."""
     source = model_source.load(request.model)
     model_source.check(source, request)
     plan = preview.plan_layers(source, request)
-    found: list[tuple[int, tuple[int, ...]]] = []
+    found: list[fx.Node] = []
 
     def inner(module: fx.GraphModule, inputs: list[object], **_: object) -> Callable[..., object]:
-        for node in module.graph.nodes:
-            if "all_reduce" in str(node.target):
-                paths = [path for path, _ in node.meta["nn_module_stack"].values()]
-                (layer,) = timeline.layers_of(paths[-1:])
-                found.append((1 if layer is None else plan.counts[layer], tuple(node.meta["val"].shape)))
+        found.extend(module.graph.nodes)
         values = fx.map_arg(module.graph.output_node().args[0], lambda node: node.meta["val"])
         return lambda *_: values
 
@@ -60,7 +71,7 @@ def _all_reduces(request: CaptureRequest) -> tuple[int, list[tuple[int, ...]]]:
             return compile_fx(gm, inputs, inner_compile=inner)
 
     preview.capture(source, request, plan, backend)
-    return sum(count for count, _ in found), [shape for _, shape in found]
+    return plan, found
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
@@ -182,3 +193,16 @@ def test_many_captures_in_one_process(tmp_path: Path) -> None:
         for length in range(4, 8):
             preview.capture(source, replace(request, seq=length), preview.plan_layers(source, request), backend)
     assert lengths == list(range(4, 8))
+
+
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_attention_is_captured_as_it_is_called_on_gpus(tmp_path: Path, on_gpus: bool) -> None:
+    """Heads of values that are smaller than those of keys: on CPUs torch writes the scores, on GPUs one kernel runs."""
+    model = _tiny(tmp_path, "deepseek_v3", **DEEPSEEK, num_hidden_layers=1)
+    request = CaptureRequest(model, tp=2, seq=8, on_gpus=on_gpus)
+    _, nodes = _captured(request)
+    called = [str(node.target) for node in some(nodes)]
+    num_kernels = sum("_scaled_dot_product_efficient_attention" in each for each in called)
+    num_softmaxes = sum("aten.amax." in each for each in called)
+    assert (num_kernels, num_softmaxes) == (int(on_gpus), int(not on_gpus)), called
+    assert library_attention not in aten.scaled_dot_product_attention.default.py_kernels.values()

@@ -40,7 +40,8 @@ DIALECT: Mapping[str, str] = {
     r"\b(at|come|comes|came|go|goes|went|sent)\s+home\b|\bhomes\b": "at the owner, returned, buffers",
     r"\b(meets?|met|meetings?)\b": "synchronize, rendezvous, are added",
     r"\bon\s+(the|its|their)\s+way\b|\bunder\s+way\b": "in flight, in between",
-    r"\bknows?\s+(no|of|only)\b": "supports, depends on",
+    r"\bknows?\s+(no|of|only)\b|\bkernels?\s+knows?\b": "supports, depends on",
+    r"\bthe\s+kernels?\s+takes?\s+(bf16|bfloat16|at most|up to|head|rows of)\b": "supports, accepts",
     r"\b(take|taken|tell|told|stays?|kept|keeps|measured)\s+apart\b": "decomposed, separate",
     r"\bforeign\b": "remote",
     r"\bfinishers?\b": "reducer",
@@ -164,6 +165,7 @@ def test_dialect_is_recognized() -> None:
         "rows behind the\n  gather", "its event beside another", "it lies there", "a peer is told", "hands rows out",
         "results come home", "ranks meet", "while on its way", "bytes are under\nway", "the kernel knows no windows",
         "it stays apart", "foreign choices", "a finisher",
+        "the kernel takes bf16",
     )  # fmt: skip
     assert len(examples) >= len(DIALECT)
     for pattern in DIALECT:

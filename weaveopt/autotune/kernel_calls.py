@@ -120,7 +120,7 @@ def _grouped(shape: KernelShape, dtype: torch.dtype, operands: Operands) -> Laun
 def _attention(shape: KernelShape, dtype: torch.dtype, operands: Operands) -> Launch | None:
     """Heads side by side, as projections leave them."""
     _, kernel, form = shape.kernel.split()
-    heads, kv_heads, head_dim, window, mask_item_bytes, *others = shape.rest
+    heads, kv_heads, head_dim, value_dim, window, mask_item_bytes, *others = shape.rest
     is_decode = form == "decode"
     batch, queries = (shape.size, 1) if is_decode else (others[1], shape.size)
     keys = others[0] if is_decode else others[0] + queries
@@ -129,15 +129,24 @@ def _attention(shape: KernelShape, dtype: torch.dtype, operands: Operands) -> La
     call = _library_call(kernel, form == "causal", head_dim**-0.5, operands.device)
     if call is None:
         return None
-    copies = operands.turns(2 * batch * keys * kv_heads * head_dim * dtype.itemsize) if is_decode else 1
+    size = kv_heads * (head_dim + value_dim)
+    copies = operands.turns(batch * keys * size * dtype.itemsize) if is_decode else 1
     query = operands.random(dtype, batch, queries, heads, head_dim).transpose(1, 2)
-    every = operands.random(dtype, min(copies, 16), 2, batch, keys, kv_heads, head_dim, weights=True).transpose(3, 4)
+    every = operands.random(dtype, min(copies, 16), batch * keys * size, weights=True)
+    pairs = [_keys_and_values(each, batch, keys, kv_heads, head_dim) for each in every]
     mask = None
     if mask_item_bytes:
         mask_dtype = _MASKS[mask_item_bytes] if mask_item_bytes != dtype.itemsize else dtype
         mask = torch.ones(batch, 1, queries, keys, device=operands.device, dtype=mask_dtype)
         mask = mask.expand(-1, heads, -1, -1)
-    return lambda index: call(query, every[index % len(every), 0], every[index % len(every), 1], mask)
+    return lambda index: call(query, *pairs[index % len(pairs)], mask)
+
+
+def _keys_and_values(memory: Tensor, batch: int, keys: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Keys `[batch, kv_heads, keys, head_dim]`, and values in what is left of the memory."""
+    split = batch * keys * kv_heads * head_dim
+    key, value = (part.view(batch, keys, kv_heads, -1).transpose(1, 2) for part in (memory[:split], memory[split:]))
+    return key, value
 
 
 _MASKS: Mapping[int, torch.dtype] = {1: torch.bool, 2: torch.bfloat16, 4: torch.float32}

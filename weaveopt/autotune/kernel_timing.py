@@ -38,8 +38,9 @@ def time_kernels(
     most = CPU_COLD_BYTES if device.type == "cpu" else GPU_COLD_BYTES
     operands = Operands(device, min(most, max(weight_bytes, 1)))
     began, times, left, failed = time.perf_counter(), list[KernelTime](), list[KernelShape](), list[KernelShape]()
-    clock = _gpu_clock() if device.type == "cuda" else TuningCpuClock(began + budget_s)
     with running():
+        # The GPU's clock captures graphs of its own: of real tensors, though a compile traces fake ones.
+        clock = _gpu_clock() if device.type == "cuda" else TuningCpuClock(began + budget_s)
         for kernel in kernels:
             if time.perf_counter() - began + _takes_s(kernel, device) > budget_s:
                 left.append(kernel.shape)

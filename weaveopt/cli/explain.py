@@ -144,6 +144,7 @@ def request_of(asked: ExplainArguments, source: Source, machine: Machine) -> Cap
         dtype=asked.dtype or "bfloat16",
         own_batches=asked.own_batches,
         independent=asked.independent,
+        on_gpus=machine.device == "cuda",
     )
 
 

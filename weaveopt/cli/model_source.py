@@ -43,6 +43,8 @@ class CaptureRequest:
     own_batches: bool = False
     """Every rank has its own batch; only experts are sharded."""
     independent: bool = False
+    on_gpus: bool = False
+    """Attention is captured as it is called on GPUs."""
 
     @property
     def world(self) -> int:

@@ -160,6 +160,8 @@ def capture(
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+    from weaveopt.cli.gpu_attention import attention_of_gpus
+
     config = shortened(source.config, plan.captured) if not plan.whole else source.config
     model_class = _model_class(config)
     with ExitStack() as stack:
@@ -177,6 +179,8 @@ def capture(
                 distributed, _, mesh = model_class.prepare_distribute_model(distributed)
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
             stack.enter_context(torch.no_grad())
+            if request.on_gpus:
+                stack.enter_context(attention_of_gpus())
             model = build(config, torch.device("cpu"), request.dtype)
             if distributed is not None:
                 model = model.maybe_distribute_model(model, distributed, mesh)

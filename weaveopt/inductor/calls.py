@@ -271,7 +271,8 @@ def attention_of(node: fx.Node) -> Attention | None:
         kv_heads=kv_heads,
         q_len=q_len,
         kv_len=kv_len,
-        head_dim=(head_dim + value_dim) // 2,
+        head_dim=head_dim,
+        value_dim=value_dim,
         dtype=dtype_name(values[0]),  # type: ignore[arg-type]
         causal=causal,
         mask_bytes=0 if mask is None else _stored_bytes(mask),

@@ -1,4 +1,4 @@
-"""Timeline: the schedule of a whole graph's tasks on its streams, the only place that knows what overlaps.
+"""Timeline: the schedule of a whole graph's tasks on its streams, the only record of what overlaps.
 
 Kernels run on the compute stream in graph order, collectives of the library on the communication stream from their
 place in the graph to the first reader of their result, and the tasks of a rewritten site where its lowering says.

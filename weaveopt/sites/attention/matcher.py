@@ -165,7 +165,7 @@ def _facts(
     assert query is not None
     if query.dtype not in DTYPE_NAMES:
         values = (("dtype", str(query.dtype).removeprefix("torch.")),)
-        return Rejection("dtype_not_supported", "the kernels take bfloat16, float16 and float32", values)
+        return Rejection("dtype_not_supported", "the kernels support bfloat16, float16 and float32", values)
     if any(operand is None or operand.dtype != query.dtype for operand in operands):
         return Rejection("dtype_not_supported", "queries, keys and values differ in dtype")
     if kv_heads == 0 or heads % kv_heads:

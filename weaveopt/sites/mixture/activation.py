@@ -95,7 +95,7 @@ def _recognized(found: Between) -> Activation | Rejection:
     first, last = tensor_of(found.first), tensor_of(found.last)
     assert first is not None and last is not None, f"{found.first.name} or {found.last.name} makes no tensor"
     wide, narrow = (max(shape_of(value)[1:], default=0) for value in (first, last))
-    unknown = Rejection("activation_not_known", "no activation that the kernels know", (("ops", _ops(found)),))
+    unknown = Rejection("activation_not_known", "no activation that the kernels support", (("ops", _ops(found)),))
     if wide not in (narrow, 2 * narrow):
         return unknown
     inner = shape_of(first)[1:]

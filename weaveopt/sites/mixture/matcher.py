@@ -106,7 +106,7 @@ def _facts(experts: Experts) -> MixtureFacts | Rejection:
         return Rejection("shape_not_known", "rows are not [tokens, hidden], or weights not [experts, out, in]")
     if x.dtype not in DTYPE_NAMES:
         dtype = (("dtype", str(x.dtype).removeprefix("torch.")),)
-        return Rejection("dtype_not_supported", "the kernels take bfloat16, float16 and float32", dtype)
+        return Rejection("dtype_not_supported", "the kernels support bfloat16, float16 and float32", dtype)
     if {up.dtype, down.dtype, out.dtype} != {x.dtype} or weights.dtype not in DTYPE_NAMES:
         return Rejection("dtype_not_supported", "rows, weights and result differ in dtype")
     num_experts, wide, hidden = _sizes(experts.up)

@@ -204,7 +204,7 @@ def _facts(structure: Reduction, absorbed: frozenset[fx.Node], context: Context)
     assert value is not None, f"{reduced.collectives[0].name} makes no tensor"
     if value.dtype not in DTYPE_NAMES:
         values = (("dtype", str(value.dtype).removeprefix("torch.")),)
-        return Rejection("dtype_not_supported", "the kernels take bfloat16, float16 and float32", values)
+        return Rejection("dtype_not_supported", "the kernels support bfloat16, float16 and float32", values)
     if is_empty(value):
         return NO_TOKENS
     a = None if structure.gemm is None else tensor_of(structure.gemm.args[-2])  # type: ignore[arg-type]

@@ -132,7 +132,7 @@ def _facts(gathered: Gathered, world: int, context: Context) -> GatherFacts | tu
     for dtype in dict.fromkeys((travels.dtype, operand.dtype)):
         if dtype not in _DTYPES:
             values = (("dtype", str(dtype).removeprefix("torch.")),)
-            message = "the kernels take bfloat16, float16, float32 and float8_e4m3fn"
+            message = "the kernels support bfloat16, float16, float32 and float8_e4m3fn"
             reasons.append(Rejection("dtype_not_supported", message, values))
     if reasons or topology is None:
         return tuple(reasons)

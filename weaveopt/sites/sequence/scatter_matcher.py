@@ -167,7 +167,9 @@ def _facts(scattered: Scattered, context: Context) -> ScatterFacts | tuple[Rejec
     for dtype in dict.fromkeys((value.dtype, product.dtype)):
         if dtype not in DTYPE_NAMES:
             values = (("dtype", str(dtype).removeprefix("torch.")),)
-            reasons.append(Rejection("dtype_not_supported", "the kernels take bfloat16, float16 and float32", values))
+            reasons.append(
+                Rejection("dtype_not_supported", "the kernels support bfloat16, float16 and float32", values)
+            )
     if reasons or topology is None or not isinstance(rows, Rows):
         return tuple(reasons)
     gemms = [each for partial in scattered.partials for each in partial.gemms]

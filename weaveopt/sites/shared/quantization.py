@@ -143,7 +143,7 @@ def find_quantized(output: fx.Node) -> Quantized | Rejection | None:
         return Rejection("scales_differ", "the rows are quantized by several scales", (("num_scales", len(scales)),))
     least = max(value.least for value in held.values())
     if least > LEAST_AMAX:
-        message = "the largest value of a row is kept from below by more than the kernels know"
+        message = "the largest value of a row is kept from below by more than the kernels support"
         return Rejection("scale_bound", message, (("least", least), ("largest_allowed", LEAST_AMAX)))
     ((static, inverted),) = scales
     return Quantized(

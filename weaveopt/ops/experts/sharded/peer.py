@@ -58,7 +58,7 @@ def refusal(world: int, max_tokens: int, choices: int, experts: int, hidden: int
     if experts > MAX_EXPERTS:
         return f"the kernels sort rows by up to {MAX_EXPERTS} experts of a rank"
     if choices > MAX_CHOICES:
-        return f"the kernels take up to {MAX_CHOICES} choices of a token"
+        return f"the kernels support up to {MAX_CHOICES} choices of a token"
     if max_tokens * choices >= MOST_ROWS or world * max_tokens * (-(-hidden // 8)) >= MOST_CHUNKS:
         return (
             "the kernels count rows of the tokens' choices, and pieces of 16 bytes in the rows of all ranks, in 32 bits"

@@ -35,10 +35,10 @@ def size_refused(gemms: Sequence[Gemm], dtype: str, tokens: TokenCounts) -> Iter
         yield Rejection("symbolic_tokens", message)
     odd = next((size for gemm in gemms for size in (gemm.k, gemm.n) if size % ROW_ALIGNMENT or size == 0), None)
     if odd is not None:
-        message = f"the kernel takes rows and columns of a multiple of {ROW_ALIGNMENT}"
+        message = f"the kernel supports rows and columns of a multiple of {ROW_ALIGNMENT}"
         yield Rejection("row_not_supported", message, (("size", odd),))
     if dtype not in TILE_DTYPES:
-        yield Rejection("dtype_not_supported", "the kernel takes bf16 or fp16", (("dtype", dtype),))
+        yield Rejection("dtype_not_supported", "the kernel supports bf16 or fp16", (("dtype", dtype),))
 
 
 def price(

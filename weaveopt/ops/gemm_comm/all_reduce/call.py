@@ -99,7 +99,7 @@ def _check_tiles(call: GemmReductionCall, where: str) -> None:
     if cut is None or call.chunks or not ALL_REDUCE.takes(cut):
         raise WeaveError(f"{where}: tiles cut as {cut}, in chunks {call.chunks}: there is no such kernel")
     if reduction.post is not None or (reduction.norm is not None and reduction.norm.kind is not NormKind.RMS):
-        raise WeaveError(f"{where}: the kernel of tiles knows one RMS norm, or none")
+        raise WeaveError(f"{where}: the kernel of tiles supports one RMS norm or none")
     if reduction.out_dtype != reduction.dtype or reduction.dtype not in TILE_DTYPES:
         raise WeaveError(f"{where}: tiles of {reduction.dtype} with normalized in {reduction.out_dtype}")
     if reduction.in_pieces:

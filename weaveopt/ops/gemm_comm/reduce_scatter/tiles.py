@@ -38,16 +38,16 @@ def size_refused(gemm: Gemm, dtype: str, world: int, tokens: TokenCounts) -> Ite
     most = _native.product_most_tokens(world)
     if tokens.most > most:
         yield Rejection(
-            "too_many_tokens", f"the kernel takes at most {counted(most, 'token')}", (("tokens", tokens.most),)
+            "too_many_tokens", f"the kernel supports at most {counted(most, 'token')}", (("tokens", tokens.most),)
         )
     if gemm.n % ROW_ALIGNMENT or gemm.n > _native.PRODUCT_MOST_HIDDEN:
-        message = f"the kernel takes rows of a multiple of {ROW_ALIGNMENT}, at most {_native.PRODUCT_MOST_HIDDEN}"
+        message = f"the kernel supports rows of a multiple of {ROW_ALIGNMENT}, at most {_native.PRODUCT_MOST_HIDDEN}"
         yield Rejection("row_not_supported", message, (("hidden", gemm.n),))
     if gemm.k % ROW_ALIGNMENT or gemm.k == 0:
-        message = f"the kernel takes GEMMs of a depth that is a multiple of {ROW_ALIGNMENT}"
+        message = f"the kernel supports GEMMs of a depth that is a multiple of {ROW_ALIGNMENT}"
         yield Rejection("depth_not_supported", message, (("k", gemm.k),))
     if dtype not in TILE_DTYPES:
-        yield Rejection("dtype_not_supported", "the kernel takes bf16 or fp16", (("dtype", dtype),))
+        yield Rejection("dtype_not_supported", "the kernel supports bf16 or fp16", (("dtype", dtype),))
 
 
 def price(
