@@ -60,6 +60,15 @@ def test_one_rank_has_local_sites_and_no_communication(tmp_path: Path) -> None:
         assert total(graph, fused).us > 0 and total(graph, fused).exposed_us == 0
 
 
+def test_the_cache_of_a_decode_step_is_full(tmp_path: Path) -> None:
+    """A layer with a window reads all of its keys, not the few that an empty cache would have."""
+    report = _explain("gemma-3-27b --tp 8 --batch 2 --seq 2048 --layers 1 --phase decode --machine h100x8", tmp_path)
+    (graph,) = report.graphs
+    (attention,) = [each for each in graph.decisions if each.site.kind == "attention"]
+    facts = dict(attention.site.facts)
+    assert (facts["keys"], facts["mask"]) == (1024, "none"), facts
+
+
 def test_llama_70b_accounts_for_every_all_reduce(tmp_path: Path) -> None:
     report = _explain("llama-3.3-70b --tp 8 --tokens 4096 --machine h100x8", tmp_path)
     assert (report.model, report.world, report.fallbacks) == ("llama-3.3-70b", 8, ())

@@ -205,12 +205,18 @@ def capture(
 
 
 def _filled_cache(model: PreTrainedModel, config: PreTrainedConfig, request: CaptureRequest) -> Cache:
-    """A static cache whose buffers exist: one eager token makes each layer allocate what it really stores."""
+    """A static cache with one free position; one eager token makes each layer allocate what it really stores.
+
+    Layers with a window count their tokens in Python too, and the mask of a step depends on that number.
+    """
     import torch
     from transformers import StaticCache
 
     cache = StaticCache(config=config, max_cache_len=request.seq)
     model(torch.zeros(request.batch, 1, dtype=torch.long), use_cache=True, **with_cache(cache))
+    for layer in cache.layers:
+        if hasattr(layer, "cumulative_length_int"):
+            layer.cumulative_length_int = request.seq - 1
     return cache
 
 
