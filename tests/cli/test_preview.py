@@ -17,7 +17,7 @@ from torch._inductor.compile_fx import compile_fx
 
 from tests.graphs.nonempty import some
 from weaveopt.cli import model_source, preview
-from weaveopt.cli.gpu_attention import library_attention
+from weaveopt.cli.gpu_attention import gpu_kernel_attention
 from weaveopt.cli.model_source import CaptureRequest
 from weaveopt.errors import CaptureError, OptionError
 from weaveopt.reporting import timeline
@@ -205,4 +205,4 @@ def test_attention_is_captured_as_it_is_called_on_gpus(tmp_path: Path, on_gpus: 
     num_kernels = sum("_scaled_dot_product_efficient_attention" in each for each in called)
     num_softmaxes = sum("aten.amax." in each for each in called)
     assert (num_kernels, num_softmaxes) == (int(on_gpus), int(not on_gpus)), called
-    assert library_attention not in aten.scaled_dot_product_attention.default.py_kernels.values()
+    assert gpu_kernel_attention not in aten.scaled_dot_product_attention.default.py_kernels.values()

@@ -14,7 +14,7 @@ from weaveopt.autotune.asked_kernels import AskedKernel
 from weaveopt.autotune.candidate_run import running
 from weaveopt.autotune.kernel_calls import CPU_COLD_BYTES, GPU_COLD_BYTES, Operands, launch_of
 from weaveopt.cost_model.timed import KernelShape, KernelTime
-from weaveopt.measure.clock import Clock, CpuClock, CudaClock, Sample
+from weaveopt.measure.clock import HOT_US, CpuClock, CudaClock, Launch, Sample
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def time_kernels(
         # The GPU's clock captures graphs of its own: of real tensors, though a compile traces fake ones.
         clock = _gpu_clock() if device.type == "cuda" else TuningCpuClock(began + budget_s)
         for kernel in kernels:
-            if time.perf_counter() - began + _takes_s(kernel, device) > budget_s:
+            if time.perf_counter() - began + _takes_s(kernel, clock) > budget_s:
                 left.append(kernel.shape)
                 continue
             try:
@@ -74,20 +74,45 @@ class TuningCpuClock(CpuClock):
         return super()._continues(passes) and (not passes or time.perf_counter() < self._ends)
 
 
+class TuningGpuClock(CudaClock):
+    """The clock of a GPU, for kernels that are timed one after the other: the first leaves the device warm."""
+
+    STILL_WARM_MS = 6.0
+    """The same where the device was busy until now."""
+    COOLS_S = 0.05
+    """Seconds after which a device that was hot is taken for a cool one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._was_hot = -math.inf
+
+    def alone(self, launch: Launch, expected_us: float) -> Sample:
+        sample = super().alone(launch, expected_us)
+        if expected_us > HOT_US:
+            self._was_hot = time.perf_counter()
+        return sample
+
+    def _warm_ms(self, expected_us: float) -> float:
+        is_hot = time.perf_counter() - self._was_hot < self.COOLS_S
+        return min(super()._warm_ms(expected_us), self.STILL_WARM_MS if is_hot else math.inf)
+
+    def takes_alone_s(self, expected_us: float) -> float:
+        """About how many seconds `alone` takes, its captures included."""
+        return (self._warm_ms(expected_us) + 2 * self.COUNTED_MS) * 1e-3
+
+
 @functools.cache
-def _gpu_clock() -> Clock:
-    return CudaClock()
+def _gpu_clock() -> TuningGpuClock:
+    return TuningGpuClock()
 
 
 _SET_UP_S = 0.01
-"""Operands and the first call."""
-_GPU_S = 0.1
-"""Seconds that a GPU warms up and counts."""
+"""Seconds for operands and the first call."""
 
 
-def _takes_s(kernel: AskedKernel, device: torch.device) -> float:
+def _takes_s(kernel: AskedKernel, clock: TuningGpuClock | TuningCpuClock) -> float:
     """About how many seconds a kernel takes to be timed."""
-    if device.type == "cuda":
-        return _SET_UP_S + (_GPU_S if kernel.us > 30 else 0.3 * _GPU_S)
+    if isinstance(clock, TuningGpuClock):
+        return _SET_UP_S + clock.takes_alone_s(kernel.us)
     calls_s = 2 * max(TuningCpuClock.LONGEST_S, TuningCpuClock.FEWEST_CALLS * kernel.us * 1e-6)
     return _SET_UP_S + 2 * kernel.us * 1e-6 + calls_s

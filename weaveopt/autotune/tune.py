@@ -33,6 +33,9 @@ from weaveopt.wording import counted
 SECONDS_A_NODE = 0.0025
 """Share of the budget that a node of the graph brings, so that small graphs do not wait for it."""
 
+SECONDS_A_GRAPH = 0.2
+"""Share of the budget that every graph brings: to generate its code takes seconds."""
+
 _WEIGHING = 0.3
 """Largest share of the budget for finding out which kernels matter."""
 
@@ -143,7 +146,8 @@ class _Tuning:
         self._timings = time_kernels(order, self._device, rest_s, _weight_bytes(self._captured))
 
     def _budget_s(self) -> float:
-        return min(self._context.config.tune_budget_s, SECONDS_A_NODE * len(self._captured.graph.nodes))
+        by_size = max(SECONDS_A_GRAPH, SECONDS_A_NODE * len(self._captured.graph.nodes))
+        return min(self._context.config.tune_budget_s, by_size)
 
     def _attempt(self, work: Callable[[], None]) -> None:
         """Do a part of the work that peers need not hear of when it fails."""

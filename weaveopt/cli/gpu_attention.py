@@ -20,7 +20,7 @@ ALIGNMENT = 8
 """Head sizes that the kernels of GPUs take in half precision are multiples of it."""
 
 
-def library_attention(
+def gpu_kernel_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
@@ -57,10 +57,10 @@ def library_attention(
 
 @contextmanager
 def attention_of_gpus() -> Iterator[None]:
-    """Trace `scaled_dot_product_attention` by `library_attention` inside of this context."""
+    """Trace `scaled_dot_product_attention` by `gpu_kernel_attention` inside of this context."""
     operator, dispatched = aten.scaled_dot_product_attention.default, DispatchKey.CompositeImplicitAutograd
     before = operator.py_kernels.get(dispatched)
-    operator.py_kernels[dispatched] = library_attention
+    operator.py_kernels[dispatched] = gpu_kernel_attention
     operator._dispatch_cache.clear()
     try:
         yield

@@ -19,6 +19,8 @@ Launch = Callable[[int], object]
 
 NOISY = 0.15
 """A spread above it is measured again, twice as long; the calmer of the two counts."""
+HOT_US = 30.0
+"""A kernel that takes longer has enough CTAs to take the device's whole power."""
 HEAD_START_CYCLES = 600_000
 """About 0.3 ms on the device: the host has enqueued the first replay before the ranks' barrier on the device."""
 
@@ -255,9 +257,7 @@ class CudaClock:
     def alone(self, launch: Launch, expected_us: float) -> Sample:
         graph, count = self._chain(launch, expected_us)
         replay_ms = max(self._timed(graph, 1)[0], 1e-3)
-        # Only what takes the device's whole power changes its clock.
-        warm_ms = self.WARM_MS if expected_us > 30 else 1.0
-        for _ in range(math.ceil(warm_ms / replay_ms)):
+        for _ in range(math.ceil(self._warm_ms(expected_us) / replay_ms)):
             graph.replay()
 
         def times(effort: float) -> list[float]:
@@ -267,6 +267,10 @@ class CudaClock:
         sample = calm(times)
         graph.reset()
         return sample
+
+    def _warm_ms(self, expected_us: float) -> float:
+        """Milliseconds that a kernel runs before it counts. Only one that takes all power changes the clock."""
+        return self.WARM_MS if expected_us > HOT_US else 1.0
 
     def _timed(self, graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
         """Milliseconds of each replay, back to back."""
