@@ -33,6 +33,7 @@ def time_kernels(
 ) -> KernelTimings:
     """Time kernels in this order; one that would exceed the budget is left, and shorter ones after it are not.
 
+    Set-up and first calls do not count: they load libraries, as the model's own would. `LOADING_S` bounds them.
     `weight_bytes`: those of the graph, which bound what its caches are cold for.
     """
     most = CPU_COLD_BYTES if device.type == "cpu" else GPU_COLD_BYTES
@@ -41,21 +42,32 @@ def time_kernels(
     with running():
         # The GPU's clock captures graphs of its own: of real tensors, though a compile traces fake ones.
         clock = _gpu_clock() if device.type == "cuda" else TuningCpuClock(began + budget_s)
+        loading_s = time.perf_counter() - began
         for kernel in kernels:
-            if time.perf_counter() - began + _takes_s(kernel, clock) > budget_s:
+            counted_s = time.perf_counter() - began - loading_s
+            if counted_s + _takes_s(kernel, clock) > budget_s or loading_s > LOADING_S:
                 left.append(kernel.shape)
                 continue
+            first = time.perf_counter()
             try:
                 launch = launch_of(kernel.shape, operands)
                 if launch is None:
                     failed.append(kernel.shape)
                     continue
+                launch(0)
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                loading_s += time.perf_counter() - first
                 sample = clock.alone(launch, kernel.us)
             except RuntimeError:  # no memory, or no such kernel here: the profile's price stands
                 failed.append(kernel.shape)
                 continue
             times.append(KernelTime(kernel.shape, round(sample.us, 3), round(sample.spread, 4)))
     return KernelTimings(tuple(times), tuple(left), tuple(failed))
+
+
+LOADING_S = 2.0
+"""Longest time of set-up and first calls of a graph's kernels, in seconds. A process loads a library once."""
 
 
 class TuningCpuClock(CpuClock):
