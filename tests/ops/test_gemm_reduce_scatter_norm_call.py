@@ -180,14 +180,17 @@ def test_ranks_get_their_rows_of_the_reference(world: int) -> None:
     assert run_ranks(run_grid, world, world, timeout_s=240) == [4 * 3 * 2 * 3 * 2] * world
 
 
-def test_the_reference_is_what_models_compute() -> None:
-    x, residual, weight = (torch.randn(*size).bfloat16() for size in ((6, 64), (6, 64), (64,)))
+@pytest.mark.parametrize("seed", range(20))
+def test_the_reference_is_what_models_compute(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = ((60, 64), (60, 64), (64,))
+    x, residual, weight = (torch.randn(*size, generator=generator).bfloat16() for size in sizes)
     call = replace(CALL, hidden=64, eps=1e-6, weight_offset=0.0)
     normalized, total = add_and_normalize(x.float(), residual, weight, call)
     assert torch.equal(total, x + residual) and torch.equal(normalized, forms.rms(x + residual, weight))
     gemma = replace(call, weight_offset=1.0, cast_before_weight=False)
     normalized, _ = add_and_normalize(x.float(), residual, weight, gemma)
-    assert torch.equal(normalized, forms.rms_plus_one(x + residual, weight))
+    assert torch.equal(normalized, forms.rms_plus_one(x + residual, weight, call.eps))
 
 
 def run_misuse(rank: int) -> str:
