@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
@@ -59,8 +60,11 @@ def _width(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Spread tests that need one GPU over all of this host, by the number of the process that runs them."""
+    """Draw the same random numbers in every run of a test, and spread tests that need one GPU over all of this host."""
     from tests.ranks.processes import PROCESS
+
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(crc32(item.nodeid.encode()))
 
     if item.get_closest_marker("gpu") is None or (process := os.environ.get(PROCESS)) is None:
         return
