@@ -312,11 +312,15 @@ class BuildNative(build_ext):
             CPP_OBJECTS.mkdir(parents=True, exist_ok=True)
             depends = how.pop("depends", None)
             targets = {path: target(path, how) for path in paths}
-            missing = [path for path in paths if not targets[path].exists()]
-            for path, made in zip(missing, compile_some(missing, output_dir, depends=depends, **how), strict=True):
+
+            def compile_one(path: str) -> None:
+                (made,) = compile_some([path], output_dir, depends=depends, **how)
                 unfinished = targets[path].with_suffix(f".{os.getpid()}.o")
                 shutil.copy(made, unfinished)
                 unfinished.replace(targets[path])
+
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(compile_one, (path for path in paths if not targets[path].exists())))
             return [str(targets[path]) for path in paths]
 
         self.compiler.compile = compile_missing
