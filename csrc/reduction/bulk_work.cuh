@@ -1,4 +1,4 @@
-// State that all warps of a CTA of the bulk kernel share; see bulk.cu.
+// What all warps of a CTA of the bulk kernel know and share; see bulk.cu.
 #pragma once
 
 #include "fabric/bulk_copy.cuh"
@@ -104,7 +104,7 @@ struct Turn {
     }
 };
 
-// Arguments of every part of the kernel.
+// What every part of the kernel knows.
 struct Work {
     const Call& call;
     const BulkLayout& layout;

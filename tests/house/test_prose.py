@@ -40,7 +40,7 @@ DIALECT: Mapping[str, str] = {
     r"\b(at|come|comes|came|go|goes|went|sent)\s+home\b|\bhomes\b": "at the owner, returned, buffers",
     r"\b(meets?|met|meetings?)\b": "synchronize, rendezvous, are added",
     r"\bon\s+(the|its|their)\s+way\b|\bunder\s+way\b": "in flight, in between",
-    r"\bknows?\s+(no|of|only)\b|\bkernels?\s+knows?\b": "supports, depends on",
+    r"\bknows?\s+(no|of|only)\b": "supports, depends on",
     r"\bthe\s+kernels?\s+takes?\s+(bf16|bfloat16|at most|up to|head|rows of)\b": "supports, accepts",
     r"\b(take|taken|tell|told|stays?|kept|keeps|measured)\s+apart\b": "decomposed, separate",
     r"\bforeign\b": "remote",
