@@ -77,11 +77,17 @@ def _run(*words: str) -> None:
         raise OSError(f"{' '.join(words)}: {done.stderr.strip()}")
 
 
+SLOW_GBIT_PER_S = 4.0
+"""Slower links have a small token bucket: a packet wakes the kernel's timer, which fast ones cannot afford."""
+
+
 def discipline(link: Link) -> list[str]:
     """How the kernel makes such a link, as `tc` takes it: `netem`, which not every kernel has, or a token bucket."""
     rate = ["rate", f"{link.gbit_per_s:g}gbit"] if link.gbit_per_s else []
     if link.is_plain:
-        return ["tbf", *rate, "burst", "1mb", "latency", "100ms"] if rate else []
+        # What a bucket holds passes at once, which on a slow link would be most of a message.
+        burst = "1mb" if link.gbit_per_s >= SLOW_GBIT_PER_S else "4kb"
+        return ["tbf", *rate, "burst", burst, "latency", "100ms"] if rate else []
     loss = ["loss", f"{link.loss_percent:g}%"] if link.loss_percent else []
     double = ["duplicate", f"{link.duplicate_percent:g}%"] if link.duplicate_percent else []
     return ["netem", "limit", "100000", "delay", f"{link.delay_us:g}us", *loss, *double, *rate]

@@ -117,6 +117,8 @@ def test_times_that_contradict_themselves_are_refused() -> None:
     slow_ends = replace(seen, bursts=[(count, Sample(15.0 * count, 0.0)) for count in BURSTS])
     with pytest.raises(WeaveError, match=r"costs each of its two ends 15.0 us, which leaves a latency of -6.0 us"):
         slow_ends.link()
+    link = replace(slow_ends, on_one_machine=True).link()
+    assert link.latency_us > 0.0 and link.step_us == pytest.approx(24.0), "the sender's call delivers the message"
     falling = replace(seen, exchanges=[(size, Sample(1e9 / size, 0.0)) for size in EXCHANGE_BYTES])
     with pytest.raises(WeaveError, match=r"exchanges of all ranks at once took .* can be negative or nothing"):
         falling.link()
