@@ -65,6 +65,9 @@ def _profile_of(gpu: Gpu, ranks_per_host: int) -> Machine:
     if own:
         return min(own, key=lambda machine: (*_beyond(machine, ranks_per_host), machine.name))
 
+    # One that has only the library is named, or calibrated from: another GPU may have peer access.
+    shipped = [machine for machine in shipped if len(machine.fabrics) > 1]
+
     def far(machine: Machine) -> tuple[float, float, bool, int, str]:
         processors = max((gemm.units or 0 for gemm in machine.gemms), default=0)
         return (

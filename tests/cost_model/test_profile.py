@@ -33,6 +33,8 @@ SHIPPED = (
     "h100x8",
     "h200x4",
     "h200x8",
+    "rtx4090x4",
+    "rtx4090x8",
 )
 Broken = Callable[[dict], None]
 
