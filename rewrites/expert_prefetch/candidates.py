@@ -128,7 +128,7 @@ def _over_link(machine: Machine, sharded: ShardedMixture, facts: ExchangeFacts, 
 
 def _against_kernels(facts: ExchangeFacts) -> Iterator[Rejection]:
     if facts.dtype not in _HALVES:
-        yield Rejection("dtype_not_supported", "the kernels take bfloat16 and float16", (("dtype", facts.dtype),))
+        yield Rejection("dtype_not_supported", "the kernels support bfloat16 and float16", (("dtype", facts.dtype),))
     if not has_triton():
         yield Rejection("triton_missing", "Triton, which compiles the kernels, is not installed")
 
