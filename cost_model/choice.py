@@ -39,14 +39,15 @@ class Choice:
     """A line for the report on why another profile is not used; empty: there is none."""
 
 
-def choose(gpus: Sequence[Gpu], ranks_per_host: int) -> Choice:
+def choose(gpus: Sequence[Gpu], ranks_per_host: int, has_peer_access: bool = True) -> Choice:
     """The profile of the slowest of `gpus`: the shipped one of its name, else the nearest by memory bandwidth.
 
-    Of several, the one with the fewest ranks a host that are no fewer than these: a profile does not hold for larger
-    groups. Raises nothing: there always is a nearest one.
+    Profiles of GPUs that exchange through memory of their host are for ranks without peer access. Of several, the one
+    with the fewest ranks a host that are no fewer than these: a profile does not hold for larger groups. Raises
+    nothing: there always is a nearest one.
     """
     kinds = sorted(set(gpus), key=lambda gpu: (gpu.name, gpu.processors, gpu.bytes_per_s))
-    found = [_profile_of(gpu, ranks_per_host) for gpu in kinds]
+    found = [_profile_of(gpu, ranks_per_host, has_peer_access) for gpu in kinds]
     machine = min(found, key=lambda each: (each.memory.bytes_per_s, each.name))
     others = tuple(dict.fromkeys(gpu.name for gpu in kinds if not fits(machine.name, gpu)))
     return Choice(machine, others)
@@ -59,9 +60,18 @@ def fits(profile: str, gpu: Gpu) -> bool:
     return kind in words and not words & _SLICED_OR_SLOWER
 
 
-def _profile_of(gpu: Gpu, ranks_per_host: int) -> Machine:
+def exchanges_through_host(machine: Machine) -> bool:
+    """True if the profile's times are of GPUs without peer access."""
+    return any(costs.link_class == "host" for costs in machine.fabric_costs)
+
+
+def _profile_of(gpu: Gpu, ranks_per_host: int, has_peer_access: bool) -> Machine:
     shipped = [machine for machine in map(load, names()) if machine.device == "cuda"]
+    if has_peer_access:
+        shipped = [machine for machine in shipped if not exchanges_through_host(machine)]
     own = [machine for machine in shipped if fits(machine.name, gpu)]
+    if not has_peer_access:
+        own = [machine for machine in own if exchanges_through_host(machine)] or own
     if own:
         return min(own, key=lambda machine: (*_beyond(machine, ranks_per_host), machine.name))
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from weaveopt import cost_model
-from weaveopt.cli import doctor
+from weaveopt.cli import calibrate, doctor
 from weaveopt.cli.main import main
 from weaveopt.cli.progress import left_s, progress
 from weaveopt.fabrics import topology, user_profiles
@@ -107,3 +107,14 @@ def test_without_a_terminal_a_line_a_kind_says_what_is_left(capsys: pytest.Captu
     with progress(False) as show:
         show(OVERALL, 0, 4)
     assert capsys.readouterr().err == ""
+
+
+def test_what_was_measured_is_written_where_no_profile_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package that lacks one that it needs cannot be imported; that costs the look at the file alone."""
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    machine, output = cost_model.load("cpu"), tmp_path / "here.json"
+    calibrate._write(machine, output)
+    assert output.read_text(encoding="utf-8") == cost_model.dumps(machine)
+    assert [path.name for path in tmp_path.iterdir()] == ["here.json"]

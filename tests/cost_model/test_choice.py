@@ -32,6 +32,18 @@ def test_a_gpu_with_a_profile_gets_it(name: str, ranks: int, profile: str) -> No
 
 
 @pytest.mark.parametrize(
+    ("name", "ranks", "profile"),
+    [
+        ("NVIDIA H200", 2, "h200x2-no-peer"),
+        ("NVIDIA H200", 4, "h200x2-no-peer"),  # more ranks than it was measured with are refused at each site
+        ("NVIDIA H100 80GB HBM3", 2, "h100x2"),  # whose library's times are those of NVLink: the only ones
+    ],
+)
+def test_without_peer_access_the_profile_of_such_gpus_comes_first(name: str, ranks: int, profile: str) -> None:
+    assert choose([Gpu(name)] * ranks, ranks, has_peer_access=False).machine.name == profile
+
+
+@pytest.mark.parametrize(
     ("gpu", "profile"),
     [
         (L40S, "a100x4-slingshot"),

@@ -31,6 +31,7 @@ SHIPPED = (
     "gh200-infiniband",
     "h100x2",
     "h100x8",
+    "h200x2-no-peer",
     "h200x4",
     "h200x8",
     "rtx4090x4",

@@ -71,6 +71,9 @@ def test_a_base_keeps_neither_fabrics_that_were_left_out_nor_times_of_another_li
     assert not {name for name in found.kept if name.startswith(("peer", "library"))}
     library = fabric_costs(machine, Fabric.LIBRARY)
     assert library == next(each for each in costs if each.fabric is Fabric.LIBRARY)
+    assert base.contention is not None and base.copy_engine is not None
+    assert machine.contention is None and machine.copy_engine is None, "they were measured on NVLink"
+    assert not {"contention", "copy_engine"} & {*found.kept}
     assert fabric_costs(machine, Fabric.HOST).curves_of(OP)
     assert Fabric.PEER in renew(today, base).machine.fabrics, "where nothing is named, all is kept"
 

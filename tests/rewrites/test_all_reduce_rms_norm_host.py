@@ -49,14 +49,23 @@ def of_host(found: Offered) -> dict[str, list[str]]:
     return {variant: codes(each) for (fabric, variant), each in found.items() if fabric is Fabric.HOST}
 
 
-@pytest.mark.parametrize("name", cost_model.names())
-def test_no_shipped_profile_chooses_it(name: str) -> None:
+NO_PEER = "h200x2-no-peer"
+
+
+@pytest.mark.parametrize("name", [name for name in cost_model.names() if name != NO_PEER])
+def test_no_profile_of_another_link_chooses_it(name: str) -> None:
     machine = cost_model.load(name)
     assert Fabric.HOST not in machine.fabrics
     for known in (APART, RESTRICTED):
         found = of_host(offered(1, machine, known=known))
         assert found and all("not_measured" in each for each in found.values())
         assert not of_host(offered(1, machine, known=known, usable_only=True))
+
+
+def test_the_profile_of_such_gpus_chooses_it() -> None:
+    two = replace(topology.fake(2, device="cuda"), no_peer_access=(0, 1))
+    found = of_host(offered(1, cost_model.load(NO_PEER), known=two, usable_only=True))
+    assert list(found) == ["one_shot ll_packet"]
 
 
 def test_a_fabric_without_curves_is_not_measured_either() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import os
 import sys
 import time
@@ -272,11 +272,21 @@ def _write(machine: Machine, output: Path) -> None:
     written = output.with_name(f".{output.name}.{os.getpid()}.json")
     try:
         written.write_text(cost_model.dumps(machine), encoding="utf-8")
-        if all(importlib.util.find_spec(name) for name in ("jsonschema", "msgspec")):
+        if _can_read_profiles():
             cost_model.load(str(written))
         written.replace(output)
     finally:
         written.unlink(missing_ok=True)
+
+
+def _can_read_profiles() -> bool:
+    """True if what reads profiles can be imported; a package that is there may lack one that it needs."""
+    try:
+        for name in ("jsonschema", "msgspec"):
+            importlib.import_module(name)
+    except ImportError:
+        return False
+    return True
 
 
 def _check_hosts(base: Machine | None, only: Sequence[str], num_hosts: int) -> None:

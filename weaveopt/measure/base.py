@@ -77,15 +77,26 @@ def largest_group(machine: Machine) -> int:
     return max((_most_ranks(costs) for costs in machine.fabric_costs), default=0)
 
 
+def _link_class(machine: Machine) -> str:
+    """Link that the library's times are of; empty where they do not say."""
+    return next((costs.link_class for costs in machine.fabric_costs if costs.fabric is Fabric.LIBRARY), "")
+
+
 def renew(today: Machine, base: Machine, allowed: Collection[str] = ()) -> Renewed:
     """`today`, completed from `base`; the error that it claims is that of all its curves.
 
     `allowed`: fabrics that the option `fabrics` names; no others of `base` are kept, but for the library. Empty: all.
+    A base of another link (NVLink, where these ranks exchange through their host) leaves neither its contention nor its
+    copies, which were measured on that link.
     """
     base = _with_distinct_names(base, dict(today.origins))
     measured = frozenset(name for name, origin in base.origins if origin.kind == MEASURED)
-    more = largest_group(base) > largest_group(today)
+    other_link = _link_class(today) != _link_class(base) != ""
+    more = largest_group(base) > largest_group(today) and not other_link
     kept: list[str] = []
+
+    def of_link(name: str, ours: B | None, theirs: B | None) -> B | None:
+        return ours if other_link else block(name, ours, theirs, more)
 
     def block(name: str, ours: B | None, theirs: B | None, keep: bool) -> B | None:
         if theirs is None or (ours is not None and not (keep and theirs.origin in measured)):
@@ -112,14 +123,14 @@ def renew(today: Machine, base: Machine, allowed: Collection[str] = ()) -> Renew
     merged = replace(
         today,
         # GPUs that this run does not see are still there.
-        ranks_per_host=max(today.ranks_per_host, base.ranks_per_host),
+        ranks_per_host=today.ranks_per_host if other_link else max(today.ranks_per_host, base.ranks_per_host),
         gemms=tuple(sorted((*today.gemms, *others), key=lambda costs: costs.dtype)),
         fabric_costs=tuple(sorted(fabrics, key=lambda costs: costs.fabric.value)),
         attention=block("attention", today.attention, base.attention, keep=False),
         # A two-shot exchange of more ranks moves more bytes a rank, and so slows a GEMM more; and it is when all
         # ranks of the host pull that copies contend. Both were measured with the largest group of their run.
-        contention=block("contention", today.contention, base.contention, more),
-        copy_engine=block("copy_engine", today.copy_engine, base.copy_engine, more),
+        contention=of_link("contention", today.contention, base.contention),
+        copy_engine=of_link("copy_engine", today.copy_engine, base.copy_engine),
         launch=block("launch", today.launch, base.launch, keep=False),
         compiled=block("compiled", today.compiled, base.compiled, keep=False),
         power=block("power", today.power, base.power, keep=False),

@@ -70,7 +70,8 @@ def machine_for(config: Config, topologies: Mapping[str, Topology], captured: Ca
     if not uses_gpus:
         return Choice(cost_model.load("cpu"), note=own.note)
     found = {gpu for known in on_gpus for gpu in known.gpus} or {*gpus.gpus_of([gpus.describe()])}
-    return replace(cost_model.choose(tuple(found), per_host), note=own.note)
+    has_peer_access = all(known.no_peer_access is None for known in on_gpus)
+    return replace(cost_model.choose(tuple(found), per_host, has_peer_access), note=own.note)
 
 
 def _measured_here(topologies: Mapping[str, Topology], device: str, per_host: int) -> UserChoice:
