@@ -132,8 +132,9 @@ def on_hosts(hosts: int, asking: Asking, quick: bool, profile: Path) -> record.R
     from tests.emulation import emulated_hosts
 
     with emulated_hosts.hosts(hosts, emulated_hosts.Link(gbit_per_s=asking.case.gbit)) as made:
-        words = ("calibrate", "--device", "cpu", "--base", "cpu", "--output", str(profile))
-        words = (*words, "--quick") if quick else words
+        words = ["calibrate", "--device", "cpu", "--base", "cpu", "--output", str(profile)]
+        if quick:
+            words.append("--quick")
         told = emulated_hosts.finish(emulated_hosts.start(made, 1, "weaveopt.cli.main", *words), TIMEOUT_S)
         if any(status for status, _ in told):
             raise RuntimeError(f"calibrate failed\n{told[0][1][-2000:]}")
