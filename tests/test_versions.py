@@ -69,7 +69,7 @@ def test_docs_have_the_row(package: Supported) -> None:
 
 
 def test_the_readme_and_options_name_the_same() -> None:
-    bounds = f"Python {PYTHON.least} or newer, torch {TORCH.least} or newer, transformers {TRANSFORMERS.least} or newer"
+    bounds = f"Python {PYTHON.least}, torch {TORCH.least}, transformers {TRANSFORMERS.least}, or newer"
     assert bounds in README
     assert f"CI runs torch {INSTALLED_TORCH}" in README and f"pip install torch=={INSTALLED_TORCH}" in README
     assert f"(default `torch=={INSTALLED_TORCH}`)" in (ROOT / "docs" / "options.md").read_text()
