@@ -29,7 +29,7 @@ def test_every_kernel_is_known_by_its_name() -> None:
                 name = variant_name(algorithm, transfer, num_ctas)
                 assert parse_variant(name) == (algorithm, transfer, num_ctas)
                 names.add(name)
-    assert len(names) == 3 * 12 and {"one_shot ll_packet", "two_shot bulk ctas=8"} <= names
+    assert len(names) == 3 * 13 and {"one_shot ll_packet", "two_shot bulk ctas=8"} <= names
 
 
 @pytest.mark.parametrize(
