@@ -216,17 +216,17 @@ def test_captured_graphs_are_decided_best(
 
 
 def test_eighty_layers_are_decided_within_a_tenth_of_a_second() -> None:
-    """161 sites, no two of one kind, every candidate of every fabric; the best of three runs of price and decide."""
+    """161 sites, no two of one kind, every candidate of every fabric; the best of three runs, in seconds of the processor."""
     captured = traced_chain([512 + 8 * index for index in range(161)], tokens=2048, hidden=8192, world=8)
     context = context_of(captured, cost_model.load("h100x8"), world=8)
     seconds: list[tuple[float, float]] = []
     for _ in range(3):
         frame = framed(captured, context)
-        start = time.perf_counter()
+        start = time.process_time()
         priced = price(captured, frame, frame.problem(), context)
-        middle = time.perf_counter()
+        middle = time.process_time()
         decisions = decide(priced, RULES, context).decisions
-        seconds.append((middle - start, time.perf_counter() - middle))
+        seconds.append((middle - start, time.process_time() - middle))
     assert len(decisions) == 161 and len(set(frame.kinds)) == 161
     assert all(d.rewritten for d in decisions) and sum(len(d.alternatives) for d in decisions) > 161 * 4
     assert min(decided for _, decided in seconds) < 0.1, seconds

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import torch
-
 from weaveopt.config import variable
 from weaveopt.cost_model import Machine, load
 from weaveopt.errors import ProfileError
@@ -52,6 +50,8 @@ def device_name(device: str) -> str:
     """Name of the hardware that ranks of this process compute on: `nvidia-h200`, `cpu-x86_64-2-cores`; empty where it
     cannot be asked."""
     if device == "cuda":
+        import torch
+
         try:
             name = str(getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "name", ""))
             return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
