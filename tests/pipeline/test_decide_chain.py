@@ -216,7 +216,7 @@ def test_captured_graphs_are_decided_best(
 
 
 def test_eighty_layers_are_decided_within_a_tenth_of_a_second() -> None:
-    """161 sites, no two of one kind, every candidate of every fabric; the best of three runs, in seconds of the processor."""
+    """161 sites, no two of one kind, every candidate of every fabric; the best of three runs, in CPU seconds."""
     captured = traced_chain([512 + 8 * index for index in range(161)], tokens=2048, hidden=8192, world=8)
     context = context_of(captured, cost_model.load("h100x8"), world=8)
     seconds: list[tuple[float, float]] = []
