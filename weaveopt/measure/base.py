@@ -91,7 +91,8 @@ def renew(today: Machine, base: Machine, allowed: Collection[str] = ()) -> Renew
     """
     base = _with_distinct_names(base, dict(today.origins))
     measured = frozenset(name for name, origin in base.origins if origin.kind == MEASURED)
-    other_link = _link_class(today) != _link_class(base) != ""
+    links = {_link_class(today), _link_class(base)} - {""}
+    other_link = len(links) > 1
     more = largest_group(base) > largest_group(today) and not other_link
     kept: list[str] = []
 
