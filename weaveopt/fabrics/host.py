@@ -25,7 +25,7 @@ from weaveopt.fabrics import topology as topologies
 from weaveopt.fabrics.arenas import Arenas
 from weaveopt.fabrics.lasting import lasting_tensors
 from weaveopt.fabrics.layout import Layout, expect_equal_layouts, with_room
-from weaveopt.fabrics.peer import PeerArena, expect_alike, missing_code, one_line, retire
+from weaveopt.fabrics.peer import PeerArena, expect_alike, missing_code, obstacle, one_line, retire
 from weaveopt.fabrics.shm import PAGE_BYTES
 from weaveopt.fabrics.topology import Group, Payload, RecordExchange, Topology
 from weaveopt.fabrics.traits import TRAITS
@@ -33,7 +33,6 @@ from weaveopt.fabrics.watchdog import Process
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import MemoryPlan
 from weaveopt.solver.placement import aligned
-from weaveopt.wording import counted
 
 try:
     from weaveopt import _native
@@ -86,21 +85,7 @@ def _keep_all() -> None:
 
 def _obstacle(topology: Topology) -> str:
     """Reason why this rank can make no arena at all; empty if it can."""
-    if _native is None or not _native.has_cuda:
-        return "weaveopt was built without CUDA; install it again where nvcc is found, with WEAVE_CUDA=1"
-    if not torch.cuda.is_available():
-        return "torch finds no GPU"
-    if topology.num_hosts > 1:
-        return f"its ranks run on {counted(topology.num_hosts, 'host')}"
-    most = _TRAITS.max_world
-    if topology.world < 2 or (most is not None and topology.world > most):
-        return f"{counted(topology.world, 'rank')}, expected 2 to {most}"
-    if torch.cuda.is_current_stream_capturing():
-        return (
-            "an arena cannot be made while a CUDA graph is captured: call the compiled model once, or "
-            "weaveopt.fabrics.host.reserve(), before the capture"
-        )
-    return gpus.why_no_host_memory(torch.cuda.current_device())
+    return obstacle(topology, Fabric.HOST) or gpus.why_no_host_memory(torch.cuda.current_device())
 
 
 def _make(topology: Topology, layout: Layout, channel: RecordExchange, timeout_s: float) -> HostArena:

@@ -192,23 +192,23 @@ def _keep_all() -> None:
         arena.keep()
 
 
-def _obstacle(topology: Topology) -> str:
-    """Reason why this rank can make no arena at all; empty if it can."""
+def obstacle(topology: Topology, fabric: Fabric) -> str:
+    """Reason why this rank can make no arena of GPUs at all, on a fabric within a host; empty if it can."""
     if _native is None or not _native.has_cuda:
         return "weaveopt was built without CUDA; install it again where nvcc is found, with WEAVE_CUDA=1"
     if not torch.cuda.is_available():
         return "torch finds no GPU"
     if topology.num_hosts > 1:
         return f"its ranks run on {counted(topology.num_hosts, 'host')}"
-    most = _TRAITS.max_world
+    most = TRAITS[fabric].max_world
     if topology.world < 2 or (most is not None and topology.world > most):
         return f"{counted(topology.world, 'rank')}, expected 2 to {most}"
     if torch.cuda.is_current_stream_capturing():
         return (
             "an arena cannot be made while a CUDA graph is captured: call the compiled model once, or "
-            "weaveopt.fabrics.peer.reserve(), before the capture"
+            f"weaveopt.fabrics.{fabric.value}.reserve(), before the capture"
         )
-    return symmetric.failed()
+    return ""
 
 
 def _make(
@@ -220,7 +220,7 @@ def _make(
     num_bytes = total_bytes(layout)
     device = -1
     try:  # reported to all: no rank may wait for what another cannot do
-        own: Payload = {"error": _obstacle(topology)}
+        own: Payload = {"error": obstacle(topology, Fabric.PEER) or symmetric.failed()}
         if not own["error"]:
             device = torch.cuda.current_device()
             own = _announcement(device, layout)
