@@ -150,11 +150,15 @@ def test_gpus_without_a_profile_are_told_to_calibrate(monkeypatch: pytest.Monkey
     assert doctor._profile().found == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(gpus, "pair_without_access", lambda: None)
     for name, status in (("NVIDIA L40S", Status.NOTE), ("NVIDIA H200", Status.OK)):
         described = {"gpu": name, "processors": 142, "bytes_per_s": 864 * 10**9}
         monkeypatch.setattr(gpus, "describe", lambda index, described=described: described)
         check = doctor._profile()
         assert check.status is status and ("-m weaveopt calibrate" in check.advice) is (status is Status.NOTE)
+        assert (check.found == "h200x4") is (status is Status.OK), "the smallest that holds for two"
+    monkeypatch.setattr(gpus, "pair_without_access", lambda: (0, 1))
+    assert doctor._profile().found == "h200x2-no-peer", "as the backend chooses"
     monkeypatch.setattr(gpus, "describe", lambda index: {})
     assert doctor._profile().status is Status.NOTE
     monkeypatch.setenv("WEAVE_MACHINE", "here.json")

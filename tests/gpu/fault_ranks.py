@@ -5,6 +5,7 @@ Arguments: the scenario, this rank's GPU, and where the store is (MASTER_ADDR an
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -23,6 +24,8 @@ from weaveopt.fabrics.arena import transport
 from weaveopt.records.candidate import Fabric
 
 STALL_TIMEOUT_S = 4.0
+HANGS_S = 70.0
+"""After so long a rank writes where it is: the test kills it soon, see `FAULT_TIMEOUT_S` in `test_op`."""
 LONG_TIMEOUT_S = 60.0
 HIDDEN = 1024
 
@@ -40,6 +43,7 @@ def error_of(step: Callable[[], object]) -> str:
 
 
 def main(scenario: str, device: int) -> None:
+    faulthandler.dump_traceback_later(HANGS_S)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(device)
     if "host" in scenario.split():

@@ -19,6 +19,7 @@ __device__ GroupView view_of(const Meeting& meeting) {
     GroupView group{};
     group.base[0] = meeting.arena;
     group.own = reinterpret_cast<ArenaHeader*>(meeting.arena);
+    group.lost_peer = &group.own->lost_peer;
     group.record = meeting.record;
     group.timeout_ns = meeting.timeout_ns;
     group.channel_offset = sizeof(ArenaHeader) - sizeof(Channel);  // the last one

@@ -20,6 +20,7 @@ def counter() -> EnergyCounter:
     return found
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_an_idle_gpu_draws_less_than_it_may(counter: EnergyCounter) -> None:
     torch.cuda.synchronize()
@@ -27,6 +28,7 @@ def test_an_idle_gpu_draws_less_than_it_may(counter: EnergyCounter) -> None:
     assert 5.0 < idle_watts(counter) < 0.5 * counter.limit_watts()
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_kernels_draw_between_idle_and_the_limit(counter: EnergyCounter) -> None:
     device = torch.device("cuda", torch.cuda.current_device())

@@ -72,6 +72,7 @@ def test_a_gpu_is_told_by_what_its_times_depend_on() -> None:
 
 
 @needs_cuda_part
+@pytest.mark.alone
 @pytest.mark.multigpu
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_time_alike_and_once(world: int, tmp_path: Path) -> None:

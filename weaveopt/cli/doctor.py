@@ -276,7 +276,7 @@ def _profile() -> Check:
     found = gpus.gpus_of([gpus.describe(index) for index in range(torch.cuda.device_count())])
     if not found:
         return Check(name, Status.NOTE, "the GPUs of this host could not be asked for their names")
-    choice = cost_model.choose(found, len(found))
+    choice = cost_model.choose(found, len(found), has_peer_access=gpus.pair_without_access() is None)
     if not choice.stands_in_for:
         return Check(name, Status.OK, choice.machine.name)
     return Check(
