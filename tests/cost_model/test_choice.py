@@ -36,7 +36,8 @@ def test_a_gpu_with_a_profile_gets_it(name: str, ranks: int, profile: str) -> No
     [
         ("NVIDIA H200", 2, "h200x2-no-peer"),
         ("NVIDIA H200", 4, "h200x2-no-peer"),  # more ranks than it was measured with are refused at each site
-        ("NVIDIA H100 80GB HBM3", 2, "h100x2"),  # whose library's times are those of NVLink: the only ones
+        ("NVIDIA H100 80GB HBM3", 2, "h100x2-no-peer"),
+        ("NVIDIA B200", 2, "b200x8"),  # whose library's times are those of NVLink: the only ones
     ],
 )
 def test_without_peer_access_the_profile_of_such_gpus_comes_first(name: str, ranks: int, profile: str) -> None:

@@ -30,6 +30,7 @@ SHIPPED = (
     "gb200-nvl72",
     "gh200-infiniband",
     "h100x2",
+    "h100x2-no-peer",
     "h100x8",
     "h200x2-no-peer",
     "h200x4",
