@@ -1,7 +1,12 @@
-"""Time of a kernel that holds a GEMM and its exchange, as measured: by message bytes, at several sizes of the GEMM."""
+"""Time of a kernel that holds a GEMM and its exchange, as measured: by message bytes, at several sizes of the GEMM.
+
+As a GEMM's depth `k` grows, such a time stays level while other work hides the GEMM, and then grows by the GEMM's own
+rate: it is convex. So a straight line between two measured depths is never below it.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +15,6 @@ from typing import Generic, TypeVar
 
 from weaveopt.cost_model.collectives import fabric_costs
 from weaveopt.cost_model.curve import at_row, between_rows, interpolate_us, read_points
-from weaveopt.cost_model.depths import at_depth_us, between
 from weaveopt.cost_model.machine import Curve, Machine, Point
 from weaveopt.cost_model.uncertainty import away_error
 from weaveopt.records.candidate import Fabric, Values
@@ -117,7 +121,7 @@ def overlapped_us(machine: Machine, by_depth: ByDepth, message: Message, depth: 
     for measured, curves in by_depth.items():
         if at_row(curves, message.row).covers(message.bytes):
             found[measured] = _at_size_us(machine, curves, message, measured, waves)
-    plain_us = at_depth_us(found, depth)
+    plain_us = _at_depth_us(found, depth)
     if plain_us is None:
         return None
     here = waves(message.tokens, message.row, depth)
@@ -125,7 +129,7 @@ def overlapped_us(machine: Machine, by_depth: ByDepth, message: Message, depth: 
     if here == 0 or set(waves_at.values()) == {here}:
         us = plain_us
     else:
-        us = between({each: us / waves_at[each] for each, us in found.items()}, depth) * here
+        us = _between({each: us / waves_at[each] for each, us in found.items()}, depth) * here
     kernel = next(iter(by_depth.values()))[0]
 
     def away() -> float:
@@ -135,6 +139,38 @@ def overlapped_us(machine: Machine, by_depth: ByDepth, message: Message, depth: 
         return bool(machine.relative_error) * error
 
     return us.with_error((kernel.op, kernel.variant, message, depth), away, PriceSource.INTERPOLATED)
+
+
+def _at_depth_us(by_depth: Mapping[int, Price], depth: int) -> Price | None:
+    """The time at `depth` from those at measured depths.
+
+    Linear between two depths. Beyond the last it grows as the depth does: where the exchange still hides the GEMM at
+    the last depth, the slope between the last two says nothing of what comes. Below the first it is the first's: a
+    smaller GEMM takes no longer. None where that takes two depths and there is one.
+    """
+    depths = sorted(by_depth)
+    if not depths:
+        return None
+    if depth <= depths[0]:
+        return by_depth[depths[0]]
+    if len(depths) == 1:
+        return None
+    if depth > depths[-1]:
+        return by_depth[depths[-1]] * depth / depths[-1]
+    right = bisect_left(depths, depth)
+    low, high = depths[right - 1], depths[right]
+    slope = max(by_depth[high] - by_depth[low], Price(0.0)) / (high - low)
+    return by_depth[low] + slope * (depth - low)
+
+
+def _between(by_depth: Mapping[int, Price], depth: int) -> Price:
+    """Interpolates `by_depth` at `depth`: linear between its neighbours, constant beyond the ends."""
+    depths = sorted(by_depth)
+    right = bisect_left(depths, depth)
+    if right in (0, len(depths)):
+        return by_depth[depths[min(right, len(depths) - 1)]]
+    low, high = depths[right - 1], depths[right]
+    return by_depth[low] + (by_depth[high] - by_depth[low]) * (depth - low) / (high - low)
 
 
 def _at_size_us(machine: Machine, curves: tuple[Curve, ...], message: Message, depth: int, waves: Waves) -> Price:

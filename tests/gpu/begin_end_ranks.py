@@ -27,10 +27,10 @@ from tests.gpu.op_cases import (
     unsupported,
 )
 from weaveopt.fabrics import peer, topology
-from weaveopt.fabrics.streams import communication_stream
 from weaveopt.ops.reduction.buffers import communication_channel
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
 from weaveopt.ops.reduction.operands import EpilogueOperands
+from weaveopt.ops.reduction.peer_flight import communication_stream
 from weaveopt.records.norm import Quant
 
 KERNELS = (LL_PACKET_ONE_SHOT, LL_PACKET_TWO_SHOT, replace(BULK, num_ctas=8), DIRECT)

@@ -20,7 +20,7 @@ import torch
 from torch._C._dynamo import eval_frame as native
 from torch._dynamo import decorators, eval_frame, symbolic_convert
 from torch._dynamo.types import DynamoCallback
-from torch._dynamo.utils import get_compilation_metrics
+from torch._dynamo.utils import get_compilation_metrics, get_metrics_context
 from torch._guards import CompileContext
 from torch._logging import _internal
 
@@ -31,6 +31,8 @@ _log = logging.getLogger("weaveopt")
 BACKEND = "weave"
 """Name under which this backend is registered with torch."""
 _LIMIT_REACHED = "recompile limit exceeded"
+_LONGEST_GUARD = 300
+"""Characters of a guard in a message."""
 _STANCES = {
     "force_eager": "every call under it runs uncompiled",
     "eager_on_recompile": "calls under it run uncompiled where no earlier compile serves them",
@@ -65,6 +67,29 @@ class CompiledFrame:
         if own is None or own.co_filename != code.co_filename:
             return False
         return own is code or own.co_name.startswith(f"torch_dynamo_resume_in_{code.co_name}_at_")
+
+
+@dataclass(frozen=True)
+class Compile:
+    """One compile of a frame. Graphs of its forward and backward pass have the same."""
+
+    frame: int
+    """-1 where Dynamo does not compile (a graph that is compiled by itself)."""
+    attempt: int
+    """0: the first compile of the frame."""
+    guard: str
+    """Why Dynamo compiled the frame again, in its words; empty where it says nothing."""
+
+
+def current_compile() -> Compile:
+    """The compile that is in progress."""
+    found = CompileContext.current_compile_id()
+    frame = None if found is None else found.frame_id
+    if found is None or frame is None:
+        return Compile(-1, 0, "")
+    reason = getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason")
+    guard = str(reason or "").strip('"').partition("User stack trace")[0]
+    return Compile(frame, found.frame_compile_id or 0, " ".join(guard.split())[:_LONGEST_GUARD])
 
 
 def current_frame() -> CompiledFrame | None:

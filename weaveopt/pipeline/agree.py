@@ -21,7 +21,7 @@ from weaveopt.errors import AgreementError, WeaveError
 from weaveopt.fabrics import topology
 from weaveopt.fabrics.arena import transport
 from weaveopt.fabrics.rounds import WHAT, Closed, Why
-from weaveopt.pipeline import recompiles
+from weaveopt.inductor.dynamo import Compile, current_compile
 from weaveopt.pipeline.decide import DecidedGraph, decide
 from weaveopt.pipeline.plan import Planned, plan
 from weaveopt.pipeline.price import PricedGraph
@@ -69,7 +69,7 @@ def agree(
     on this rank, for `failure`. Raises `AgreementError` where options, versions or profiles differ, where a rank does
     not come, and where the others already run a graph that this one was never agreed with.
     """
-    compile_ = recompiles.current()
+    compile_ = current_compile()
     groups = tuple(sorted(name for name in captured.groups if _is_real(name, context)))
     if best is None:
         return _decline(groups, captured, context, failure, compile_)
@@ -90,7 +90,7 @@ def _is_real(group: str, context: Context) -> bool:
 
 
 def _decline(
-    groups: Sequence[str], captured: CapturedGraph, context: Context, failure: str, compile_: recompiles.Compile
+    groups: Sequence[str], captured: CapturedGraph, context: Context, failure: str, compile_: Compile
 ) -> Agreed:
     """A step failed here: the others hear of it, and leave the graph too."""
     for group in groups:
@@ -107,7 +107,7 @@ class _Agreement:
     rules: RuleSet
     context: Context
     groups: tuple[str, ...]
-    compile: recompiles.Compile
+    compile: Compile
     left: dict[str, Rejection] = field(default_factory=dict)
     failure: str = ""
     active: dict[str, bool] = field(default_factory=dict)
@@ -209,7 +209,7 @@ def without(priced: PricedGraph, left: Mapping[str, Rejection]) -> PricedGraph:
 
 
 def _post(
-    group: str, own: Document, compile_: recompiles.Compile, context: Context, waits: bool
+    group: str, own: Document, compile_: Compile, context: Context, waits: bool
 ) -> tuple[Verdict, list[int]] | None:
     """Publishes a document; where this rank waits, the verdict on all of them, and in how many groups each rank waits.
 
@@ -238,7 +238,7 @@ def _post(
     return verdict, [each.groups for each in documents]
 
 
-def _closed(group: str, closed: Closed, compile_: recompiles.Compile, context: Context) -> Verdict:
+def _closed(group: str, closed: Closed, compile_: Compile, context: Context) -> Verdict:
     """Derive the verdict, or raise, after a round in which some ranks did not take part."""
     ranks, own = context.topologies[group].group.ranks, context.topologies[group].group
     peers = listed("rank", closed.peers)
@@ -300,7 +300,7 @@ _memories: dict[int, _Comparisons] = {}
 _last_compile: tuple[int, int] | None = None
 
 
-def _memory_of(compile_: recompiles.Compile) -> _Comparisons:
+def _memory_of(compile_: Compile) -> _Comparisons:
     """The memory of the frame that is compiled; a new one where Dynamo compiles it for the first time."""
     global _last_compile
     this = (compile_.frame, compile_.attempt)

@@ -1,4 +1,5 @@
-"""Sections of the text report after the sites: the whole model by part, the arena, what would change a choice."""
+"""Sections of the text report after the sites: timed kernels, the whole model by part, the arena, what would change a
+choice."""
 
 from __future__ import annotations
 
@@ -21,6 +22,8 @@ from weaveopt.wording import counted
 
 SHOWN_AROUND = 2
 """Stretches shown on each side of the one decided for; the JSON report has them all."""
+SHOWN_KERNELS = 8
+"""Local kernels, and doubts, in the text; the JSON report has them all."""
 
 
 def broken(report: Report) -> Iterator[str]:
@@ -51,6 +54,31 @@ def outside_lines(report: Report) -> Iterator[str]:
         number = "" if calls.calls is None else f"{calls.calls} of "
         hint = f" ({calls.hint})" if calls.hint else ""
         yield f"uncompiled: {number}the calls of {calls.what or report.model}: {calls.reason}{hint}"
+
+
+def kernel_lines(graph: GraphReport) -> Iterator[str]:
+    """Timed kernels with the profile's prices, longest first, and choices that an unmeasured price may turn."""
+    if graph.tuned:
+        yield f"local kernels: {graph.tuned}"
+    for kernel in graph.kernels[:SHOWN_KERNELS]:
+        yield (
+            f"  {kernel.kernel}: timed {kernel.us:,.1f} us ±{kernel.relative_error:.0%}, "
+            f"the profile says {kernel.profile_us:,.1f}"
+        )
+    if len(graph.kernels) > SHOWN_KERNELS:
+        yield f"  and {len(graph.kernels) - SHOWN_KERNELS} more"
+    yield from doubt_lines(graph)
+
+
+def doubt_lines(graph: GraphReport) -> Iterator[str]:
+    """Choices that rest on a price which the profile interpolates or estimates, the dearest first."""
+    modules = {decision.site.id: collapse(decision.site.module or decision.site.id) for decision in graph.decisions}
+    for doubt in graph.doubts[:SHOWN_KERNELS]:
+        where = ", ".join(dict.fromkeys(modules.get(site, site) for site in doubt.sites))
+        yield (
+            f"hangs on a price between measured ones: {where}: {doubt.kernel}, {doubt.us:,.1f} us: its error may turn "
+            f"the choice, by up to {doubt.loss_us:,.1f} us"
+        )
 
 
 def whole(graph: GraphReport, machine: MachineSummary | None) -> list[RenderableType]:

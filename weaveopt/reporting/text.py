@@ -14,7 +14,6 @@ from weaveopt.records.candidate import LEAVE, Candidate, Estimate, Fabric
 from weaveopt.records.report import Decision, GraphReport, MachineSummary, Report
 from weaveopt.reporting import generation, sections
 from weaveopt.reporting.headline import machine_line
-from weaveopt.reporting.kernels import kernel_lines
 from weaveopt.reporting.memory import note_lines, routing_lines, table_lines, unmeasured_line
 from weaveopt.reporting.reasons import absent_fabrics, collapse, collect, tried
 from weaveopt.reporting.terminal import to_text, width_of
@@ -68,7 +67,7 @@ def _graph(graph: GraphReport, machine: MachineSummary | None, width: int) -> li
     parts.append(Text(_total_line(graph)))
     parts.extend(Text(line) for line in _variant_lines(graph))
     parts.extend(Text(f"verify: {line}") for line in graph.timed)
-    parts.extend(Text(line) for line in kernel_lines(graph))
+    parts.extend(Text(line) for line in sections.kernel_lines(graph))
     parts.extend(sections.whole(graph, machine))
     parts.extend(Text(line) for line in (*table_lines(graph), *routing_lines(graph), *unmeasured_line(graph)))
     parts.extend(_reasons(graph))

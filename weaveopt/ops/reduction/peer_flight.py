@@ -4,6 +4,10 @@
 begun calls of a group are those of one stream, on a channel that has buffers of its own (`weaveopt.ops.reduction.
 buffers`), so calls in line and calls in flight share no memory that peers write.
 
+Kernels of two branches of a CUDA graph have neither a promised order nor promised concurrency, and kernels that wait
+for peers need all of their CTAs resident at once. So whatever waits for a peer while other work runs is on the one
+communication stream of its group, in one order on all ranks.
+
 A call is begun by one event that is recorded on the current stream and one wait of the communication stream, and ended
 by one wait of the current stream: no synchronization with the host, and no allocation but of results, and of operands
 in another layout, on the current stream. So both can be captured in a CUDA graph, where they are a fork and a join. The
@@ -14,11 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import ClassVar
 
 import torch
 
-from weaveopt.fabrics.streams import communication_stream
 from weaveopt.ops.reduction.call import ReductionCall
 from weaveopt.ops.reduction.host import HostReduction
 from weaveopt.ops.reduction.in_flight import no_scale
@@ -33,6 +37,13 @@ except ImportError:  # built without it: the site is not bound then
     _native = None  # type: ignore[assignment]
 
 Tensor = torch.Tensor
+
+
+@cache
+def communication_stream(group: str, device: int) -> _native.SideStream:
+    """The stream of `group` on a GPU on which its begun calls run; made before any capture, when its first call is
+    bound."""
+    return _native.SideStream(device)
 
 
 class PeerFlight:
