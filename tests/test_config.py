@@ -33,8 +33,19 @@ def test_names_of_files_are_each_ranks_own() -> None:
     options = [("trace.debug_dir", "/here"), ("compile_threads", 4), ("fx_graph_cache", False), ("max_autotune", True)]
     own, common = Config(inductor=tuple(options)), Config(inductor=(options[-1],))
     assert own.agreed() == common.agreed() != agreed
+
+
+def test_files_of_inductor_are_each_ranks_own() -> None:
+    """Every option of Inductor that names a file or folder, but of other devices and of code made ahead of time."""
     known = set(inductor.known_options())
     assert all(any(name.startswith(prefix) for name in known) for prefix in OWN_OF_INDUCTOR)
+    files = {name for name in known if re.search(r"(_dir|_?path|bandwidth_output|cxx)$", name)}
+    files = {name for name in files if not name.startswith(("aot_inductor", "rocm.", "xpu."))}
+    # What decides the order of collectives has to be said alike.
+    files -= {"aten_distributed_optimizations.profile_guided_estimations_profile_path"}
+    assert {"global_cache_dir", "cpp.cxx", "trace.debug_dir"} <= files
+    common = Config().agreed()
+    assert {name for name in files if Config(inductor=((name, "/here"),)).agreed() != common} == set()
 
 
 def test_options_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,10 +140,15 @@ OPTIONS: tuple[Option, ...] = (
 )
 
 OWN_OF_INDUCTOR = (
-    "trace.", "compile_threads", "worker_", "fx_graph_cache", "fx_graph_remote_cache", "autotune_local_cache",
-    "autotune_remote_cache",
+    "trace.", "disable_progress", "verbose_progress", "log_tlparse", "autoheuristic_log_path",
+    "torchinductor_worker_logpath", "profile_bandwidth_output", "triton.proton_output_dir",
+    "compile_threads", "worker_",
+    "global_cache_dir", "fx_graph_cache", "fx_graph_remote_cache", "autotune_local_cache", "autotune_remote_cache",
+    "bundled_autotune_remote_cache", "remote_gemm_autotune_cache",
+    "cpp.cxx", "cuda.cuda_cxx", "cuda.cutlass_dir", "cutlass.cutlass_dir",
 )  # fmt: skip
-"""How names of Inductor's options begin that change no code: what it logs, its processes and its caches."""
+"""How names of Inductor's options begin that are each rank's own: what it logs and where, its processes, its caches,
+and where compilers and sources are."""
 
 BUILD_VARIABLES: tuple[tuple[str, str], ...] = (
     ("WEAVE_CUDA", "0, 1 or auto: build the CUDA part (auto: where nvcc is, and GPUs or WEAVE_CUDA_ARCHS)"),
