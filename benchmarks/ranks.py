@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import traceback
@@ -40,10 +39,8 @@ class Place:
 
 def start(module: str, num_ranks: int, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
     """Runs `python -m module arguments` as `num_ranks` ranks of this host; returns torchrun's exit code."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launch = ["--nproc-per-node", str(num_ranks), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    # The launcher's own store gets a port from the system, and is the ranks' too: nobody else can take it meanwhile.
+    launch = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_ranks)]
     command = [sys.executable, "-m", "torch.distributed.run", *launch, "-m", module, *arguments]
     variables = {"OMP_NUM_THREADS": "1", **os.environ, **NO_MULTICAST, **(environment or {})}
     return subprocess.call(command, env=variables)
