@@ -1,18 +1,60 @@
-"""Fit of a profile's curves and link from samples of the fused kernels."""
+"""Times of the fused kernels at all sizes, and the fit of a profile's curves and link from them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from weaveopt.cost_model.machine import Curve, Link
-from weaveopt.measure.clock import Sample
+from weaveopt.measure.cases.reduction.calls import DTYPE, Fused
+from weaveopt.measure.clock import Launch, Sample
+from weaveopt.measure.draft import Draft
 from weaveopt.measure.fit import never_falling
-from weaveopt.measure.session import Rows
+from weaveopt.measure.ranks import Ranks
+from weaveopt.measure.session import CalibrationSession, Rows
 from weaveopt.ops.reduction.variant import OP, Algorithm, KernelRow, Transfer, variant_name
+from weaveopt.records.candidate import Fabric
 
 Times = dict[tuple[int, int, KernelRow], Rows]
 """(bytes, time) by world, row length and kernel; its `max_tokens` is 0."""
 WHAT = "fused all-reduce + add + RMSNorm, residual sharded, bfloat16"
+
+
+def at_every_size(
+    rows: Sequence[int], tokens: Sequence[int], limit_bytes: int, kernels_of: Callable[[int, int], Sequence[KernelRow]]
+) -> Iterator[Fused]:
+    """The kernels of each message up to `limit_bytes`; `kernels_of` returns those of (tokens, bytes)."""
+    for row in rows:
+        for count in tokens:
+            size = count * row * DTYPE.itemsize
+            if size <= limit_bytes:
+                yield from (Fused(kernel, row, count) for kernel in kernels_of(count, size))
+
+
+def measure_curves(
+    session: CalibrationSession, ranks: Ranks, every: Sequence[Fused], launch_of: Callable[[Fused], Launch],
+    guess_us: Callable[[int], float], what: Callable[[KernelRow], str],
+) -> Times:  # fmt: skip
+    """Times of every kernel and length of rows, all ranks together; `guess_us` is a first guess, by bytes."""
+    by_kernel: dict[tuple[int, KernelRow], list[Fused]] = {}
+    for fused in every:
+        by_kernel.setdefault((fused.hidden, replace(fused.row, max_tokens=0)), []).append(fused)
+    times: Times = {}
+    for (row, kernel), sizes in by_kernel.items():
+
+        def take(index: int, sizes: Sequence[Fused] = sizes) -> Sample:
+            return session.clock.together(launch_of(sizes[index]), guess_us(sizes[index].bytes), ranks.process_group)
+
+        times[ranks.world, row, kernel] = session.curve(what(kernel), [each.bytes for each in sizes], take)
+    return times
+
+
+def write_curves(draft: Draft, fabric: Fabric, name: str, times: Times) -> str:
+    """Adds the curves of `times` to the profile; returns their origin."""
+    origin = draft.origin(name, (sample for rows in times.values() for _, sample in rows), WHAT)
+    for (world, row, kernel), rows in times.items():
+        draft.add_curve(fabric, curve_of(origin, world, row, kernel, rows))
+    return origin
 
 
 def curve_of(origin: str, world: int, row: int, kernel: KernelRow, rows: Rows) -> Curve:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -19,7 +20,7 @@ from weaveopt.cost_model.machine import MEASURED, Curve, Link, Origin
 from weaveopt.measure import base, draft, fit
 from weaveopt.measure.cases.collectives import collective
 from weaveopt.measure.cases.reduction.calls import DTYPE, Fused, fused_hosts, reserve_hosts
-from weaveopt.measure.cases.reduction.curves import Times, curve_of
+from weaveopt.measure.cases.reduction.curves import Times, curve_of, measure_curves
 from weaveopt.measure.clock import Sample, barrier, sample_of
 from weaveopt.measure.ranks import Ranks, subgroup
 from weaveopt.measure.session import CalibrationSession, Rows
@@ -71,18 +72,11 @@ class GpuHosts:
         every = list(kernels(session.quick))
         # One arena for all that is captured, before any of it is: graphs hold its addresses.
         reserve_hosts(ranks, self.hosts, every)
-        for row, transfer in dict.fromkeys((fused.hidden, fused.row.transfer) for fused in every):
-            sizes = [fused for fused in every if (fused.hidden, fused.row.transfer) == (row, transfer)]
-
-            def take(index: int, sizes: Sequence[Fused] = sizes) -> Sample:
-                guess_us = 8.0 + sizes[index].bytes / 5e4
-                return session.clock.together(
-                    fused_hosts(ranks, self.hosts, sizes[index]), guess_us, ranks.process_group
-                )
-
-            what = f"kernel of {self._group}, {transfer.value}"
-            rows = session.curve(what, [fused.bytes for fused in sizes], take)
-            self.times[ranks.world, row, replace(sizes[0].row, max_tokens=0)] = rows
+        launch_of = partial(fused_hosts, ranks, self.hosts)
+        self.times |= measure_curves(
+            session, ranks, every, launch_of, lambda size: 8.0 + size / 5e4,
+            lambda kernel: f"kernel of {self._group}, {kernel.transfer.value}",
+        )  # fmt: skip
 
     def _measure_library(self, session: CalibrationSession, ranks: Ranks) -> None:
         sizes = REDUCED_BYTES[::3] if session.quick else REDUCED_BYTES

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 from weaveopt.config import variable
 from weaveopt.errors import OptionError
 from weaveopt.measure.cases.family import Family
-from weaveopt.measure.cases.reduction.calls import (
-    DTYPE,
-    Fused,
-    fused_host_memory,
-    is_supported,
-    reserve_host_memory,
-)
-from weaveopt.measure.cases.reduction.curves import WHAT, Times, curve_of, peer_link
-from weaveopt.measure.clock import Sample
+from weaveopt.measure.cases.reduction.calls import Fused, fused_host_memory, is_supported, reserve_host_memory
+from weaveopt.measure.cases.reduction.curves import Times, at_every_size, measure_curves, peer_link, write_curves
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import CalibrationSession
@@ -42,13 +36,7 @@ VARIABLE = "WEAVE_HOST_TRANSFERS"
 def kernels(quick: bool) -> Iterator[Fused]:
     """Every kernel at every size at which it may pay."""
     rows, tokens = (ROWS[1:2], TOKENS[::5]) if quick else (ROWS, TOKENS)
-    for row in rows:
-        for count in tokens:
-            size = count * row * DTYPE.itemsize
-            if size > LIMIT_BYTES:
-                continue
-            for kernel in kernels_of(count, size):
-                yield Fused(kernel, row, count)
+    return at_every_size(rows, tokens, LIMIT_BYTES, kernels_of)
 
 
 def measured_transfers() -> frozenset[Transfer]:
@@ -86,21 +74,9 @@ class HostKernels(Family):
         every = [fused for fused in kernels(session.quick) if is_supported(fused, ranks.world, ranks.device)]
         # One arena for all that is captured, before any of it is: graphs hold its addresses.
         reserve_host_memory(ranks, every)
-        curves: dict[tuple[int, KernelRow], list[Fused]] = {}
-        for fused in every:
-            curves.setdefault((fused.hidden, replace(fused.row, max_tokens=0)), []).append(fused)
-        for (row, kernel), sizes in curves.items():
-
-            def take(index: int, sizes: Sequence[Fused] = sizes) -> Sample:
-                guess_us = 10.0 + sizes[index].bytes / 1e4
-                return session.clock.together(fused_host_memory(ranks, sizes[index]), guess_us, ranks.process_group)
-
-            what = f"fused all-reduce through the host of {ranks.world} ranks"
-            self.times[ranks.world, row, kernel] = session.curve(what, [each.bytes for each in sizes], take)
+        launch_of, what = partial(fused_host_memory, ranks), f"fused all-reduce through the host of {ranks.world} ranks"
+        self.times |= measure_curves(session, ranks, every, launch_of, lambda size: 10.0 + size / 1e4, lambda _: what)
 
     def write(self, draft: Draft) -> None:
-        samples = (sample for rows in self.times.values() for _, sample in rows)
-        origin = draft.origin("fused through the host", samples, WHAT)
-        for (world, row, kernel), rows in self.times.items():
-            draft.add_curve(Fabric.HOST, curve_of(origin, world, row, kernel, rows))
+        origin = write_curves(draft, Fabric.HOST, "fused through the host", self.times)
         draft.links[Fabric.HOST] = peer_link(origin, self.times)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.cases.reduction import contention
-from weaveopt.measure.cases.reduction.calls import DTYPE, Fused, fused_peer, is_supported, reserve_peer
-from weaveopt.measure.cases.reduction.curves import WHAT, Times, curve_of, peer_link
-from weaveopt.measure.clock import Sample
+from weaveopt.measure.cases.reduction.calls import Fused, fused_peer, is_supported, reserve_peer
+from weaveopt.measure.cases.reduction.curves import Times, at_every_size, measure_curves, peer_link, write_curves
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import CalibrationSession
@@ -29,20 +29,19 @@ BULK_CTAS = (8, 16, 32, 64, 128)
 def kernels(quick: bool) -> Iterator[Fused]:
     """Every kernel at every size at which it may pay."""
     rows, tokens = (ROWS[1:2], TOKENS[::5]) if quick else (ROWS, TOKENS)
-    for row in rows:
-        for count in tokens:
-            size = count * row * DTYPE.itemsize
-            if size > LIMIT_BYTES:
-                continue
-            found: list[KernelRow] = []
-            if size <= LL_ONE_SHOT_BYTES:
-                found.append(KernelRow(count, Algorithm.ONE_SHOT, Transfer.LL_PACKET))
-            if size <= LL_TWO_SHOT_BYTES:
-                found.append(KernelRow(count, Algorithm.TWO_SHOT, Transfer.LL_PACKET))
-            if size >= BULK_BYTES:
-                found += [KernelRow(count, Algorithm.TWO_SHOT, Transfer.BULK, ctas) for ctas in BULK_CTAS]
-            for lowering in found:
-                yield Fused(lowering, row, count)
+    return at_every_size(rows, tokens, LIMIT_BYTES, kernels_of)
+
+
+def kernels_of(tokens: int, num_bytes: int) -> list[KernelRow]:
+    """The kernels that may pay for a message of that size."""
+    found: list[KernelRow] = []
+    if num_bytes <= LL_ONE_SHOT_BYTES:
+        found.append(KernelRow(tokens, Algorithm.ONE_SHOT, Transfer.LL_PACKET))
+    if num_bytes <= LL_TWO_SHOT_BYTES:
+        found.append(KernelRow(tokens, Algorithm.TWO_SHOT, Transfer.LL_PACKET))
+    if num_bytes >= BULK_BYTES:
+        found += [KernelRow(tokens, Algorithm.TWO_SHOT, Transfer.BULK, ctas) for ctas in BULK_CTAS]
+    return found
 
 
 @dataclass
@@ -57,20 +56,8 @@ class PeerKernels(Family):
         every = [fused for fused in kernels(session.quick) if is_supported(fused, ranks.world, ranks.device)]
         # One arena for all that is captured, before any of it is: graphs hold its addresses.
         reserve_peer(ranks, [*every, *contention.kernels()])
-        curves: dict[tuple[int, KernelRow], list[Fused]] = {}
-        for fused in every:
-            curves.setdefault((fused.hidden, replace(fused.row, max_tokens=0)), []).append(fused)
-        for (row, kernel), sizes in curves.items():
-
-            def take(index: int, sizes: Sequence[Fused] = sizes) -> Sample:
-                guess_us = 5.0 + sizes[index].bytes / 2e5
-                return session.clock.together(fused_peer(ranks, sizes[index]), guess_us, ranks.process_group)
-
-            what = f"fused all-reduce of {ranks.world} ranks"
-            self.times[ranks.world, row, kernel] = session.curve(what, [each.bytes for each in sizes], take)
+        launch_of, what = partial(fused_peer, ranks), f"fused all-reduce of {ranks.world} ranks"
+        self.times |= measure_curves(session, ranks, every, launch_of, lambda size: 5.0 + size / 2e5, lambda _: what)
 
     def write(self, draft: Draft) -> None:
-        origin = draft.origin("fused", (sample for rows in self.times.values() for _, sample in rows), WHAT)
-        for (world, row, kernel), rows in self.times.items():
-            draft.add_curve(Fabric.PEER, curve_of(origin, world, row, kernel, rows))
-        draft.links[Fabric.PEER] = peer_link(origin, self.times)
+        draft.links[Fabric.PEER] = peer_link(write_curves(draft, Fabric.PEER, "fused", self.times), self.times)
