@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +36,20 @@ def run_ranks(world: int, program: str, *arguments: str, timeout_s: float = 300.
             pytest.skip(f"needs {world} CUDA GPUs, found {torch.cuda.device_count()}")
         name, given = "tests.gpu.shared_gpu", (program, *arguments)
     return _printed(Ranks([given] * world, name, ENVIRONMENT).end(timeout_s))
+
+
+@contextmanager
+def trapping(devices: Iterable[int]) -> Iterator[None]:
+    """Programs whose kernels end with a trap, on these GPUs, run here: one after the other on each of them.
+
+    Where kernels of several processes trapped on one GPU at the same time, the driver did not end one of them: its
+    process waited in cudaDeviceSynchronize for good. One after the other, 32 of 32 ended.
+    """
+    with ExitStack() as locked:
+        for device in sorted(devices):
+            path = Path(tempfile.gettempdir(), f"weaveopt-tests-trapping-{device}")
+            fcntl.flock(locked.enter_context(open(path, "w")), fcntl.LOCK_EX)
+        yield
 
 
 def run_program(name: str, *arguments: str, timeout_s: float = 300.0) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.launch import run_program, run_ranks
+from tests.gpu.launch import run_program, run_ranks, trapping
 from weaveopt.fabrics.traits import NativePart, is_built
 
 pytestmark = [
@@ -28,7 +28,8 @@ def test_hosts_of_several_ranks_of_one_process_agree_with_the_reference() -> Non
 
 @pytest.mark.parametrize("transfer", ["packets", "flagged rows"])
 def test_a_rank_that_leaves_a_call_out_is_named(transfer: str) -> None:
-    said = run_ranks(2, "tests.gpu.hosts_ranks", "--fault", transfer)
+    with trapping(range(2)):
+        said = run_ranks(2, "tests.gpu.hosts_ranks", "--fault", transfer)
     assert "rank 0 raised" in said and "peer rank 1 did not signal within 2 s (slot host step 0 of" in said, said
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.gpu.launch import ENVIRONMENT, needs_cuda_part, run_program, run_ranks
+from tests.gpu.launch import ENVIRONMENT, needs_cuda_part, run_program, run_ranks, trapping
 from tests.gpu.programs import Ranks
 
 FAULT_TIMEOUT_S = 90.0
@@ -47,18 +47,19 @@ class Told:
 
 def run_scenario(scenario: str, devices: tuple[int, ...]) -> Told:
     """Ranks that fail do not end the others, as they would under torchrun."""
-    ranks = Ranks([(scenario, str(device)) for device in devices], "tests.gpu.fault_ranks", ENVIRONMENT)
-    deadline = time.monotonic() + FAULT_TIMEOUT_S
     results: dict[int, dict[str, object]] = {}
     errors = ""
-    # The last rank may be stopped for good: it is ended once the others are through.
-    for rank, program in enumerate(ranks.programs):
-        gone = rank == len(devices) - 1 and scenario.startswith(("killed", "stalled"))
-        ended = program.end(0.1 if gone else max(deadline - time.monotonic(), 1.0))
-        errors += ended.err
-        for line in ended.out.splitlines():
-            if line.startswith("{"):
-                results[rank] = json.loads(line)
+    with trapping(devices):
+        ranks = Ranks([(scenario, str(device)) for device in devices], "tests.gpu.fault_ranks", ENVIRONMENT)
+        deadline = time.monotonic() + FAULT_TIMEOUT_S
+        # The last rank may be stopped for good: it is ended once the others are through.
+        for rank, program in enumerate(ranks.programs):
+            gone = rank == len(devices) - 1 and scenario.startswith(("killed", "stalled"))
+            ended = program.end(0.1 if gone else max(deadline - time.monotonic(), 1.0))
+            errors += ended.err
+            for line in ended.out.splitlines():
+                if line.startswith("{"):
+                    results[rank] = json.loads(line)
     return Told(results, errors)
 
 
