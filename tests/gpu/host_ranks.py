@@ -6,14 +6,12 @@ Nothing here asks for peer access, and neither does the library.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import os
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,7 +27,6 @@ from tests.gpu.op_cases import (
     Case,
     Inputs,
     Kernel,
-    Results,
     check,
     make_call,
     make_inputs,
@@ -39,17 +36,13 @@ from tests.gpu.op_cases import (
     run_op,
     unsupported,
 )
+from tests.gpu.op_stages import check_results, in_one_graph, join, parser_of, run_and_exit
 from weaveopt.fabrics import host, topology
 from weaveopt.fabrics.host import HostArena
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import MemoryPlan
-from weaveopt.records.norm import Quant
-
-REPLAYS, FEW_REPLAYS = 10_000, 200
-_alive: list[object] = []
-"""Captured graphs hold addresses of arenas to the end."""
 
 
 def call_of(case: Case, hidden: int, dtype: str, world: int, table: tuple[KernelRow, ...]) -> ReductionCall:
@@ -60,22 +53,8 @@ def reserve(plan: MemoryPlan) -> HostArena:
     return host.reserve(topology.discover("0", TIMEOUT_S), plan, 0, TIMEOUT_S)
 
 
-def same_on_all_ranks(result: torch.Tensor) -> bool:
-    """True if all ranks hold the same bits, compared on the CPU."""
-    own = result.reshape(-1).view(torch.uint8).cpu()
-    first = own.clone()
-    dist.broadcast(first, 0)
-    return torch.equal(own, first)
-
-
-def run_checked(kernel: Kernel, case: Case, tokens: int, inputs: Inputs, call: ReductionCall) -> None:
-    rank = dist.get_rank()
-    got = run_op(inputs, rank, call)
-    what = f"{kernel.name}, {tokens} tokens of {call.hidden} {call.dtype}, {case}"
-    check(got, reference_of(inputs, call), call, tokens, rank, what, quant_scale=inputs.operands.quant_scale)
-    assert same_on_all_ranks(got[0]), f"normalized rows differ between ranks: {what}"
-    if call.sum_out is SumOut.WHOLE:
-        assert same_on_all_ranks(got[1]), f"the sum differs between ranks: {what}"
+def run_checked(kernel: Kernel, case: Case, inputs: Inputs, call: ReductionCall) -> None:
+    check_results(kernel, case, inputs, call, run_op(inputs, dist.get_rank(), call), "")
 
 
 def grid(quick: bool, kernels: Sequence[Kernel]) -> str:
@@ -93,7 +72,7 @@ def grid(quick: bool, kernels: Sequence[Kernel]) -> str:
                 if tokens * hidden > 1 << 25:
                     continue
                 inputs = make_inputs(case, tokens, hidden, getattr(torch, dtype), world, seed=tokens + index)
-                run_checked(kernel, case, tokens, inputs, call)
+                run_checked(kernel, case, inputs, call)
                 count += 1
     return f"{count} calls"
 
@@ -137,45 +116,7 @@ def chain(quick: bool, kernels: Sequence[Kernel]) -> str:
 
 
 def graphs(quick: bool, kernels: Sequence[Kernel]) -> str:
-    """All kernels in one CUDA graph: every replay gives the bits of the first."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    cases = [
-        (kernel, tokens, case)
-        for kernel in kernels
-        for tokens, case in ((1, Case()), (40, Case(scale_tensor=True)), (200, Case(quant=Quant.PER_TOKEN)))
-        if not unsupported(kernel, case, 4096, "bfloat16", world)
-    ]
-    calls = [call_of(case, 4096, "bfloat16", world, (kernel.row(256),)) for kernel, _, case in cases]
-    inputs = [make_inputs(case, tokens, 4096, torch.bfloat16, world, seed=tokens) for _, tokens, case in cases]
-    reserve(plan_of(calls))
-
-    def step() -> list[Results]:
-        return [run_op(values, rank, call) for values, call in zip(inputs, calls, strict=True)]
-
-    for (kernel, tokens, case), call, values in zip(cases, calls, inputs, strict=True):
-        run_checked(kernel, case, tokens, values, call)
-    torch.cuda.synchronize()
-    dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    differing = torch.zeros((), dtype=torch.int64, device="cuda")
-    with torch.cuda.graph(graph):
-        captured = step()
-        flat = [result.reshape(-1).view(torch.uint8) for results in captured for result in results if result.numel()]
-        first = [torch.empty_like(values) for values in flat]
-        for found, expected in zip(flat, first, strict=True):
-            differing += (found != expected).sum()
-    dist.barrier()
-    graph.replay()
-    for found, expected in zip(flat, first, strict=True):
-        expected.copy_(found)
-    differing.zero_()
-    replays = FEW_REPLAYS if quick else REPLAYS
-    for _ in range(replays):
-        graph.replay()
-    assert int(differing) == 0, f"{int(differing)} bytes differ from the first replay"
-    assert all(same_on_all_ranks(results[0]) for results in captured), "ranks differ after the last replay"
-    _alive.append(graph)
-    return f"{len(calls)} calls, {replays} replays"
+    return in_one_graph(quick, kernels, call_of, reserve)
 
 
 def one_token(quick: bool, _: Sequence[Kernel]) -> str:
@@ -210,7 +151,7 @@ def nothing_grows(quick: bool, _: Sequence[Kernel]) -> str:
         call = call_of(Case(), 4096, "bfloat16", world, (LL_PACKET_TWO_SHOT.row(64 << turn % 3),))
         reserve(plan_of([call]))
         inputs = make_inputs(Case(), 7, 4096, torch.bfloat16, world, seed=turn)
-        run_checked(LL_PACKET_TWO_SHOT, Case(), 7, inputs, call)
+        run_checked(LL_PACKET_TWO_SHOT, Case(), inputs, call)
         host.release("0")
         dist.barrier()
     after = state()
@@ -225,29 +166,14 @@ STAGES: dict[str, Callable[[bool, Sequence[Kernel]], str]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", nargs="*", choices=sorted(STAGES), default=list(STAGES))
+    parser = parser_of(STAGES)
     transfers = sorted({kernel.transfer.value for kernel in HOST_KERNELS})
     parser.add_argument("--transfers", nargs="*", choices=transfers, default=transfers)
     arguments = parser.parse_args()
     kernels = [kernel for kernel in HOST_KERNELS if kernel.transfer.value in arguments.transfers]
-    rank = int(os.environ["RANK"])
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.backends.cuda.matmul.allow_tf32 = False
     os.environ["NCCL_P2P_DISABLE"] = "1"
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    for name in arguments.only:
-        started = time.monotonic()
-        told = STAGES[name](arguments.quick, kernels)
-        torch.cuda.synchronize()
-        dist.barrier()
-        if rank == 0:
-            print(f"stage {name}: {told} ({time.monotonic() - started:.1f} s)", flush=True)
-    print(f"rank {rank}: every stage passed", flush=True)
-    sys.stdout.flush()
-    # NCCL's communicator cannot be destroyed while captured graphs hold it.
-    os._exit(0)
+    join()
+    run_and_exit(arguments.only, {name: partial(stage, arguments.quick, kernels) for name, stage in STAGES.items()})
 
 
 if __name__ == "__main__":

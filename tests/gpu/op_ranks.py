@@ -6,14 +6,11 @@ written shows; the other stages run back to back, without anything between that 
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import os
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -41,6 +38,7 @@ from tests.gpu.op_cases import (
     run_op,
     unsupported,
 )  # fmt: skip
+from tests.gpu.op_stages import in_one_graph, join, keep, parser_of, run_and_exit
 from tests.gpu.tag_ranks import WORLD_GROUP, one_token, reserve
 from weaveopt.fabrics import peer
 from weaveopt.fabrics.layout import Layout
@@ -51,8 +49,6 @@ from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, Lifetime, MemoryPlan
 from weaveopt.records.norm import Quant
 from weaveopt.solver.placement import PlacementRequest, place
-
-REPLAYS = 10_000
 
 
 def output_plan(num_bytes: int) -> MemoryPlan:
@@ -240,45 +236,7 @@ def growing(quick: bool) -> str:
 
 
 def graphs(quick: bool) -> str:
-    """A chain of all kernels in a CUDA graph: every replay gives the bits of the first."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    cases = [
-        (kernel, tokens, case)
-        for kernel in KERNELS
-        for tokens, case in ((1, Case()), (40, Case(scale_tensor=True)), (200, Case(quant=Quant.PER_TOKEN)))
-        if not unsupported(kernel, case, 4096, "bfloat16", world)
-    ]
-    calls = [make_call(case, 4096, "bfloat16", world, (kernel.row(256),)) for kernel, _, case in cases]
-    inputs = [make_inputs(case, tokens, 4096, torch.bfloat16, world, seed=tokens) for _, tokens, case in cases]
-    reserve(plan_of(calls))
-
-    def step() -> list[Results]:
-        return [run_op(values, rank, call) for values, call in zip(inputs, calls, strict=True)]
-
-    for (_, tokens, case), call, values, got in zip(cases, calls, inputs, step(), strict=True):
-        check(got, reference_of(values, call), call, tokens, rank, f"before the capture: {case}")
-    torch.cuda.synchronize()
-    dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    differing = torch.zeros((), dtype=torch.int64, device="cuda")
-    with torch.cuda.graph(graph):
-        captured = step()
-        flat = [result.reshape(-1).view(torch.uint8) for results in captured for result in results if result.numel()]
-        first = [torch.empty_like(values) for values in flat]
-        for found, expected in zip(flat, first, strict=True):
-            differing += (found != expected).sum()
-    dist.barrier()
-    graph.replay()
-    for found, expected in zip(flat, first, strict=True):
-        expected.copy_(found)
-    for (_, tokens, case), call, values, got in zip(cases, calls, inputs, captured, strict=True):
-        check(got, reference_of(values, call), call, tokens, rank, f"first replay: {case}")
-    differing.zero_()
-    for _ in range(200 if quick else REPLAYS):
-        graph.replay()
-    assert int(differing) == 0, f"{int(differing)} bytes differ from the first replay"
-    _alive.append(graph)
-    return f"{len(calls)} calls, {200 if quick else REPLAYS} replays"
+    return in_one_graph(quick, KERNELS, make_call, reserve)
 
 
 def aliasing(quick: bool) -> str:
@@ -324,12 +282,8 @@ def aliasing(quick: bool) -> str:
         graph.replay()
         kept.append(differing.clone())
     assert int(torch.stack(kept).sum()) == 0, "a replay differs"
-    _alive.append(graph)
+    keep(graph)
     return f"{len(steps)} calls, {len(kept)} replays"
-
-
-_alive: list[object] = []
-"""Captured graphs hold addresses of arenas to the end."""
 
 
 def subgroups(quick: bool) -> str:
@@ -367,30 +321,14 @@ STAGES: dict[str, Callable[[bool], str]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", nargs="*", choices=sorted(STAGES), default=sorted(STAGES, key=list(STAGES).index))
-    arguments = parser.parse_args()
-    rank = int(os.environ["RANK"])
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.backends.cuda.matmul.allow_tf32 = False
-    dist.init_process_group("cpu:gloo,cuda:nccl")
+    arguments = parser_of(STAGES).parse_args()
+    join()
     world = dist.get_world_size()
     # Once, and for all of the grid: growing buffer by buffer would keep every smaller arena.
     if "grid" in arguments.only and not arguments.quick:
         widest = Case(wide_out=True)
         reserve(plan_of([make_call(widest, h, d, world, (k.row(),)) for k in KERNELS for h in HIDDENS for d in DTYPES]))
-    for name in arguments.only:
-        started = time.monotonic()
-        told = STAGES[name](arguments.quick)
-        torch.cuda.synchronize()
-        dist.barrier()
-        if rank == 0:
-            print(f"stage {name}: {told} ({time.monotonic() - started:.1f} s)", flush=True)
-    print(f"rank {rank}: every stage passed", flush=True)
-    sys.stdout.flush()
-    # NCCL's communicator cannot be destroyed while captured graphs hold it.
-    os._exit(0)
+    run_and_exit(arguments.only, {name: partial(stage, arguments.quick) for name, stage in STAGES.items()})
 
 
 if __name__ == "__main__":

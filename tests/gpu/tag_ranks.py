@@ -17,6 +17,7 @@ from tests.gpu.op_cases import (
     reference_of,
     run_op,
 )
+from tests.gpu.op_stages import keep
 from weaveopt.fabrics import peer, topology
 from weaveopt.fabrics.peer import PeerArena
 from weaveopt.ops.reduction.call import SumOut
@@ -24,8 +25,6 @@ from weaveopt.records.memory import MemoryPlan
 
 WORLD_GROUP = "0"
 HIDDEN = 4096
-_alive: list[object] = []
-"""Captured graphs hold addresses of arenas to the end."""
 
 
 def reserve(plan: MemoryPlan, group: str = WORLD_GROUP) -> PeerArena:
@@ -69,5 +68,5 @@ def one_token(quick: bool) -> str:
         graph.replay()
         kept.append(differing.clone())
     assert int(torch.stack(kept).sum()) == 0, "a sum differs in a replay"
-    _alive.append(graph)
+    keep(graph)
     return f"{len(steps)} calls, {len(kept)} replays"
