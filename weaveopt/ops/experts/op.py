@@ -39,6 +39,7 @@ Raises `WeaveError` where shapes or dtypes contradict one another, or `call` is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -47,42 +48,41 @@ from weaveopt.ops.experts.call import ExpertsCall, ExpertsKernel, decode
 from weaveopt.ops.experts.expert_ranges import joined
 from weaveopt.ops.experts.library import on_cpu, plain
 from weaveopt.ops.experts.plan import plan
-from weaveopt.ops.experts.shapes import ExpertOperands, checked_shape
+from weaveopt.ops.experts.shapes import ARGUMENTS, RANGED_ARGUMENTS, TAGS, ExpertOperands, checked_shape, traced_result
 
 Tensor = torch.Tensor
 
 
-def _moe_experts(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    gate_up_bias: Tensor | None,
-    down: Tensor,
+Weight = Tensor | Sequence[Tensor]
+"""In one tensor, or in ranges of experts: the overload's."""
+
+
+def _operands(
+    x: Tensor, experts: Tensor, weights: Tensor, gate_up: Weight, gate_up_bias: Tensor | None, down: Weight,
     down_bias: Tensor | None,
-    call: str,
-) -> Tensor:
-    operands = ExpertOperands(x, experts, weights, gate_up, gate_up_bias, down, down_bias)
+) -> ExpertOperands:  # fmt: skip
+    first, second = (each if isinstance(each, Tensor) else joined(each) for each in (gate_up, down))
+    return ExpertOperands(x, experts, weights, first, gate_up_bias, second, down_bias)
+
+
+def _run(x: Tensor, *rest: Any) -> Tensor:
+    *tensors, call = rest
     with torch._C._AutoDispatchBelowAutograd():
-        return on_gpu(operands, decode(call)) if x.is_cuda else on_cpu(operands, decode(call))
+        return compute(_operands(x, *tensors), decode(call))
 
 
-def _moe_experts_of_ranges(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    gate_up: Sequence[Tensor],
-    gate_up_bias: Tensor | None,
-    down: Sequence[Tensor],
-    down_bias: Tensor | None,
-    call: str,
-) -> Tensor:
-    operands = ExpertOperands(x, experts, weights, joined(gate_up), gate_up_bias, joined(down), down_bias)
-    with torch._C._AutoDispatchBelowAutograd():
-        return on_gpu(operands, decode(call)) if x.is_cuda else on_cpu(operands, decode(call))
+def _fake(x: Tensor, *rest: Any) -> Tensor:
+    *tensors, call = rest
+    checked_shape(_operands(x, *tensors), decode(call))
+    return traced_result(x)
 
 
-def on_gpu(operands: ExpertOperands, call: ExpertsCall) -> torch.Tensor:
+def compute(operands: ExpertOperands, call: ExpertsCall) -> Tensor:
+    """`weave::moe_experts` on the device of the operands."""
+    return _on_gpu(operands, call) if operands.x.is_cuda else on_cpu(operands, call)
+
+
+def _on_gpu(operands: ExpertOperands, call: ExpertsCall) -> Tensor:
     """`weave::moe_experts` on a GPU, by the kernels that the call names for its tokens."""
     shape = checked_shape(operands, call)
     if not gpu.has_kernels(operands, shape):
@@ -93,49 +93,9 @@ def on_gpu(operands: ExpertOperands, call: ExpertsCall) -> torch.Tensor:
     return gpu.launch(operands, call, plan(shape, gpu.num_sms(operands.x.device), call.gated))
 
 
-def _fake(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    gate_up_bias: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor | None,
-    call: str,
-) -> Tensor:
-    checked_shape(ExpertOperands(x, experts, weights, gate_up, gate_up_bias, down, down_bias), decode(call))
-    return x.new_empty(x.shape)
-
-
-def _fake_of_ranges(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    gate_up: Sequence[Tensor],
-    gate_up_bias: Tensor | None,
-    down: Sequence[Tensor],
-    down_bias: Tensor | None,
-    call: str,
-) -> Tensor:
-    operands = ExpertOperands(x, experts, weights, joined(gate_up), gate_up_bias, joined(down), down_bias)
-    checked_shape(operands, decode(call))
-    return x.new_empty(x.shape)
-
-
 _library = torch.library.Library("weave", "FRAGMENT")
-_library.define(
-    "moe_experts(Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
-    "Tensor? down_bias, str call) -> Tensor",
-    # Any strides are taken, so Inductor need not copy inputs into the ones that were traced.
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
-)
-_library.define(
-    "moe_experts.ranges(Tensor x, Tensor experts, Tensor weights, Tensor[] gate_up, Tensor? gate_up_bias, "
-    "Tensor[] down, Tensor? down_bias, str call) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
-)
-for _device in ("CPU", "CUDA"):
-    _library.impl("moe_experts", _moe_experts, _device)
-    _library.impl("moe_experts.ranges", _moe_experts_of_ranges, _device)
-torch.library.register_fake("weave::moe_experts", _fake, lib=_library)
-torch.library.register_fake("weave::moe_experts.ranges", _fake_of_ranges, lib=_library)
+for _name, _arguments in (("moe_experts", ARGUMENTS), ("moe_experts.ranges", RANGED_ARGUMENTS)):
+    _library.define(f"{_name}({_arguments}) -> Tensor", tags=TAGS)
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, _run, _device)
+    torch.library.register_fake(f"weave::{_name}", _fake, lib=_library)

@@ -1,4 +1,4 @@
-"""Operands and sizes of a call of the op, and the limits on them."""
+"""Arguments of the operations on a mixture's experts, and operands and sizes of a call, with the limits on them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,21 @@ from weaveopt.ops.experts.expert_ranges import StackedWeight
 Tensor = torch.Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ARGUMENTS = (
+    "Tensor x, Tensor experts, Tensor weights, {weight} gate_up, Tensor? gate_up_bias, {weight} down, "
+    "Tensor? down_bias, str call"
+)
+ARGUMENTS = _ARGUMENTS.format(weight="Tensor")
+"""Arguments of every operation on a mixture's experts, in torch's schema language."""
+RANGED_ARGUMENTS = _ARGUMENTS.format(weight="Tensor[]")
+"""The same with weights in ranges of experts."""
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+"""Any strides are taken, so Inductor need not copy inputs into the ones that were traced."""
+
+
+def traced_result(x: Tensor, *_: object) -> Tensor:
+    """The result of these operations as it is traced: [tokens, hidden], contiguous."""
+    return x.new_empty(x.shape)
 
 
 @dataclass(frozen=True)

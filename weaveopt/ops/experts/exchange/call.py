@@ -1,4 +1,4 @@
-"""Calls of mixtures whose experts are spread over ranks: their constants, their arguments and the check of these."""
+"""Calls of mixtures whose experts are spread over ranks: their constants and the check of their arguments."""
 
 from __future__ import annotations
 
@@ -15,13 +15,6 @@ from weaveopt.ops.experts.by_expert import ExpertWeights
 from weaveopt.ops.experts.call import ExpertsKernel
 
 Tensor = torch.Tensor
-
-
-ARGUMENTS = (
-    "Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, "
-    "str call"
-)
-"""Arguments, in torch's schema language, of every operation on such a mixture."""
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,12 @@ import torch
 from weaveopt.fabrics import exported
 from weaveopt.fabrics.rows_call import decode
 from weaveopt.ops.experts.by_expert import ExpertWeights
-from weaveopt.ops.experts.exchange.call import ARGUMENTS, check
+from weaveopt.ops.experts.exchange.call import check
 from weaveopt.ops.experts.exchange.pulled import no_derivative
 from weaveopt.ops.experts.expert_ranges import joined
-from weaveopt.ops.experts.library import on_cpu
-from weaveopt.ops.experts.op import on_gpu
+from weaveopt.ops.experts.op import compute
 from weaveopt.ops.experts.prefetch.call import ExpertPrefetchCall, experts_call
-from weaveopt.ops.experts.shapes import ExpertOperands
+from weaveopt.ops.experts.shapes import ARGUMENTS, TAGS, ExpertOperands, traced_result
 
 Tensor = torch.Tensor
 NAME = "expert_prefetch"
@@ -65,21 +64,7 @@ def _run(
             joined(exported.places(group, down)),
             None if down_bias is None else exported.whole(group, down_bias),
         )
-        how = experts_call(decoded)
-        return on_gpu(operands, how) if x.is_cuda else on_cpu(operands, how)
-
-
-def _fake(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    gate_up_bias: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor | None,
-    call: str,
-) -> Tensor:
-    return x.new_empty(x.shape)
+        return compute(operands, experts_call(decoded))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -91,10 +76,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _library = torch.library.Library("weave", "FRAGMENT")
-# Any strides are taken, so Inductor need not copy inputs into the ones that were traced.
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
-_library.define(f"{NAME}({ARGUMENTS}) -> Tensor", tags=_TAGS)
+_library.define(f"{NAME}({ARGUMENTS}) -> Tensor", tags=TAGS)
 for _device in ("CPU", "CUDA"):
     _library.impl(NAME, _run, _device)
-torch.library.register_fake(f"weave::{NAME}", _fake, lib=_library)
+torch.library.register_fake(f"weave::{NAME}", traced_result, lib=_library)
 torch.library.register_autograd(f"weave::{NAME}", _backward, setup_context=_save, lib=_library)

@@ -44,9 +44,10 @@ from weaveopt.fabrics import topology
 from weaveopt.fabrics.arena import transport
 from weaveopt.fabrics.rows_call import BoundCalls, decode, memory_plan
 from weaveopt.ops.experts.by_expert import ExpertWeights
-from weaveopt.ops.experts.exchange.call import ARGUMENTS, ExpertExchangeCall, RowTraffic, check
+from weaveopt.ops.experts.exchange.call import ExpertExchangeCall, RowTraffic, check
 from weaveopt.ops.experts.exchange.library import derivative, through_library
 from weaveopt.ops.experts.exchange.pulled import no_derivative, pulled
+from weaveopt.ops.experts.shapes import ARGUMENTS, TAGS, traced_result
 from weaveopt.ops.experts.sharded import counts
 from weaveopt.ops.experts.sharded.peer import PeerExpertExchange
 from weaveopt.ops.experts.sharded.shm import ShmExpertExchange
@@ -202,48 +203,22 @@ def reserve(call: ExpertExchangeCall, text: str, buffers: Sequence[Buffer]) -> b
     return True
 
 
-def _fake(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    gate_up_bias: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor | None,
-    call: str,
-) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _fake_backward(
-    grad: Tensor,
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    gate_up_bias: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor | None,
-    call: str,
-) -> list[Tensor]:
-    operands = ExpertWeights(gate_up, gate_up_bias, down, down_bias)
-    return [each.new_empty(each.shape) for each in (x, weights, *operands) if each is not None]
+def _fake_backward(grad: Tensor, x: Tensor, experts: Tensor, weights: Tensor, *rest: Any) -> list[Tensor]:
+    return [each.new_empty(each.shape) for each in (x, weights, *rest[:-1]) if each is not None]
 
 
 _library = torch.library.Library("weave", "FRAGMENT")
-# Any strides are taken, so Inductor need not copy inputs into the ones that were traced.
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
 """Keeps an operation out of CUDA graphs; not every version of torch has it."""
-_NO_CAPTURE = _TAGS if _UNSAFE is None else (*_TAGS, _UNSAFE)
+_NO_CAPTURE = TAGS if _UNSAFE is None else (*TAGS, _UNSAFE)
 _BACKWARD = f"{NAME}_backward"
 _library.define(f"{NAME}({ARGUMENTS}) -> Tensor", tags=_NO_CAPTURE)
-_library.define(f"{CAPTURABLE}({ARGUMENTS}) -> Tensor", tags=_TAGS)
+_library.define(f"{CAPTURABLE}({ARGUMENTS}) -> Tensor", tags=TAGS)
 _library.define(f"{_BACKWARD}(Tensor grad, {ARGUMENTS}) -> Tensor[]", tags=_NO_CAPTURE)
 for _name, _function in ((NAME, _run), (CAPTURABLE, _run), (_BACKWARD, _run_backward)):
     for _device in ("cpu", "cuda"):
         _library.impl(_name, functools.partial(_function, _device), _device.upper())
 torch.library.register_fake(f"weave::{_BACKWARD}", _fake_backward, lib=_library)
 for _name in (NAME, CAPTURABLE):
-    torch.library.register_fake(f"weave::{_name}", _fake, lib=_library)
+    torch.library.register_fake(f"weave::{_name}", traced_result, lib=_library)
     torch.library.register_autograd(f"weave::{_name}", _backward, setup_context=_save, lib=_library)
