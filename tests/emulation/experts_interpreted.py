@@ -89,7 +89,7 @@ def result_buffers(swap: bool) -> None:
 
 def ranges(num_ranges: int, transposed: bool, swap: bool) -> None:
     """Weights in several tensors: the bits of one tensor, with splits and without; some experts have no rows."""
-    sizes = Sizes(tokens=21, choices=2, experts=9, hidden=51, inner=35, bias=True, transposed=transposed)
+    sizes = Sizes(tokens=13, choices=2, experts=9, hidden=35, inner=19, bias=True, transposed=transposed)
     for routing in ("skewed", "one_expert", "some_foreign"):
         operands = poisoned(make_operands(sizes, SILU, torch.bfloat16, num_ranges, routing))
         how = replace(small(plan(checked_shape(operands, SILU), 132), swap=swap), splits=1 + swap)
