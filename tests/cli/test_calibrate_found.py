@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.cli.test_calibrate import Done, run_calibrate
 from tests.ranks import run_ranks
 from weaveopt import cost_model
 from weaveopt.cli import calibrate, doctor
@@ -27,11 +28,21 @@ CALIBRATE = [*LAUNCH, "-m", "weaveopt.cli.main", "calibrate", "--quick", "--devi
 LONGEST_S = 300
 
 
-def start(data: Path) -> subprocess.Popen[str]:
+def start(data: Path, *more: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_DATA_HOME": str(data)}
     return subprocess.Popen(
-        CALIBRATE, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-    )
+        [*CALIBRATE, *more], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def few_families(folder: Path) -> tuple[str, ...]:
+    """Options that leave all but two families to a profile of this host."""
+    cpu = cost_model.load("cpu")
+    assert cpu.wiring is not None
+    here = replace(cpu, wiring=replace(cpu.wiring, processors=len(os.sched_getaffinity(0))))
+    (folder / "base.json").write_text(cost_model.dumps(here))
+    return ("--base", str(folder / "base.json"), "--only", "gemms", "collectives")
 
 
 def test_a_killed_run_keeps_what_it_had_measured_and_two_runs_at_once_do_not_disturb_each_other(
@@ -46,15 +57,19 @@ def test_a_killed_run_keeps_what_it_had_measured_and_two_runs_at_once_do_not_dis
     killed.communicate()
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert user_profiles.found() == ()
-    ended = [(each, *each.communicate(timeout=LONGEST_S)) for each in (start(tmp_path), start(tmp_path))]
+    few = few_families(tmp_path)
+    launched = start(tmp_path, *few)
+    forked, _ = run_calibrate(2, "--device", "cpu", *few)
+    out, error = launched.communicate(timeout=LONGEST_S)
+    ended = (Done(launched.returncode, out, error), forked)
     (profile,) = user_profiles.found()
     name = user_profiles.file_name(user_profiles.device_name("cpu"), True, 2)
     assert profile.path.name == name and not profile.problem
-    for process, out, error in ended:
-        assert process.returncode == 0, error[-3000:]
-        assert f"{profile.path}: 2 ranks measured" in out
+    for each in ended:
+        assert each.returncode == 0, each.stderr[-3000:]
+        assert f"{profile.path}: 2 ranks measured" in each.stdout
     # Whichever came first began where the killed run was; the other one too, unless that had ended.
-    assert any("of a run that was killed" in error for _, _, error in ended)
+    assert any("of a run that was killed" in each.stderr for each in ended)
     assert list(unfinished.iterdir()) == [], "runs that end leave nothing"
     assert {path.name for path in profile.path.parent.iterdir()} == {name}
     doctor.run("table")

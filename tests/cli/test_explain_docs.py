@@ -36,7 +36,9 @@ def _question(command: str) -> ExplainArguments:
 
 def _captured(asked: ExplainArguments) -> ExplainArguments:
     """The question that a capture depends on: every form of the report is a part of its full report."""
-    return replace(asked, why=None, full=True)
+    plain = replace(asked, why=None, full=False)
+    others = (_question(command) for _, command, _ in SHOWN)
+    return replace(plain, full=any(each.shows_all and replace(each, why=None, full=False) == plain for each in others))
 
 
 @pytest.fixture(scope="module")

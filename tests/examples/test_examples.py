@@ -38,10 +38,6 @@ def launch(*command: str) -> str:
     return done.stdout
 
 
-def torchrun(example: str) -> str:
-    return launch("torch.distributed.run", "--standalone", "--nproc-per-node", "2", f"examples/{example}")
-
-
 def _run(rank: int, example: str, arguments: tuple[str, ...]) -> tuple[object, str]:
     """How an example ends on a rank, and what it prints."""
     sys.argv = [example, *arguments]
@@ -52,18 +48,16 @@ def _run(rank: int, example: str, arguments: tuple[str, ...]) -> tuple[object, s
 
 
 def test_generate_agrees_with_eager_and_reports_what_it_rewrote() -> None:
+    """On forked ranks, which have loaded torch already: tests/hosts/test_demo.py launches it."""
     shape = ("--hidden", "128", "--layers", "1", "--new-tokens", "8", "--rounds", "0")
-    config = str(CONFIGS / "accelerate_one_host.yaml")
-    found = launch(
-        "accelerate.commands.launch", "--config_file", config, "--num_processes", "2", "--main_process_port", "0",
-        "examples/generate.py", *shape,
-    )  # fmt: skip
+    (code, found), (other, _) = run_ranks(_run, 2, "generate.py", shape, timeout_s=LIMIT_S, grouped=False)
+    assert code == other == 0, found
     assert "tokens agree with eager" in found
     assert "all_reduce_rms_norm" in found and "decode" in found
 
 
 def test_train_step_has_eagers_gradients() -> None:
-    """On forked ranks, which have loaded torch already: `torchrun` starts hand_written.py below."""
+    """On forked ranks too."""
     arguments = ("--hidden", "64", "--layers", "1", "--rounds", "1")
     (code, found), (other, _) = run_ranks(_run, 2, "train_step.py", arguments, timeout_s=LIMIT_S, grouped=False)
     assert code == other == 0, found
@@ -72,7 +66,7 @@ def test_train_step_has_eagers_gradients() -> None:
 
 
 def test_trainer_has_eagers_losses() -> None:
-    """On forked ranks too: `accelerate launch` starts generate.py above."""
+    """On forked ranks too."""
     arguments = ("--hidden", "64", "--layers", "1", "--steps", "2")
     (code, found), (other, _) = run_ranks(_run, 2, "trainer.py", arguments, timeout_s=LIMIT_S, grouped=False)
     assert code == other == 0, found
@@ -80,7 +74,10 @@ def test_trainer_has_eagers_losses() -> None:
 
 
 def test_hand_written_block_is_rewritten() -> None:
-    assert "1 rewritten" in torchrun("hand_written.py")
+    """On forked ranks too."""
+    (code, found), (other, _) = run_ranks(_run, 2, "hand_written.py", (), timeout_s=LIMIT_S, grouped=False)
+    assert code == other == 0, found
+    assert found.count("1 rewritten") == 2, found
 
 
 def test_accelerate_refuses_the_backends_name() -> None:
@@ -91,8 +88,9 @@ def test_accelerate_refuses_the_backends_name() -> None:
     assert "invalid choice: 'weave'" in done.stderr
 
 
-def test_two_hosts_meet(tmp_path: Path) -> None:
-    """Both halves of the two-host configuration on this host, one rank each."""
+@pytest.fixture
+def meeting(tmp_path: Path) -> str:
+    """A program whose ranks only add up to their number."""
     script = tmp_path / "meet.py"
     script.write_text(
         "import torch, torch.distributed as dist\n"
@@ -102,13 +100,26 @@ def test_two_hosts_meet(tmp_path: Path) -> None:
         "print('ranks met:', int(total))\n"
         "dist.destroy_process_group()\n"
     )
+    return str(script)
+
+
+def test_ranks_of_one_host_meet(meeting: str) -> None:
+    found = launch(
+        "accelerate.commands.launch", "--config_file", str(CONFIGS / "accelerate_one_host.yaml"),
+        "--num_processes", "2", "--main_process_port", "0", meeting,
+    )  # fmt: skip
+    assert found.count("ranks met: 2") == 2, found
+
+
+def test_two_hosts_meet(meeting: str) -> None:
+    """Both halves of the two-host configuration on this host, one rank each."""
     port = free_port()
     halves = [
         subprocess.Popen(
             [
                 sys.executable, "-m", "accelerate.commands.launch", "--config_file",
                 str(CONFIGS / "accelerate_two_hosts.yaml"), "--num_processes", "2", "--machine_rank", str(host),
-                "--main_process_ip", "127.0.0.1", "--main_process_port", str(port), str(script),
+                "--main_process_ip", "127.0.0.1", "--main_process_port", str(port), meeting,
             ],
             cwd=ROOT,
             stdout=subprocess.PIPE,

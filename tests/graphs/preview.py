@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from weaveopt import cost_model
+from weaveopt.cli.question import ExplainArguments
 from weaveopt.config import Config
 from weaveopt.fabrics import topology
 from weaveopt.preview import preview
@@ -29,6 +31,13 @@ def fake_group(world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def without_sensitivity() -> Iterator[None]:
+    """`weaveopt explain` leaves out what would change the choices: to ask takes as long as all the rest."""
+    with mock.patch.object(ExplainArguments, "shows_all", False):
+        yield
 
 
 def previewed(
