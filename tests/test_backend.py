@@ -53,7 +53,8 @@ def _inference(rank: int) -> list[str]:
         model = _parallel(Block(norm), mesh)
         with torch.no_grad():
             want = model(x)
-            for settings in ({}, {"mode": "reduce-overhead"}, {"options": FORCE}):
+            every = ({}, {"mode": "reduce-overhead"}, {"options": FORCE})
+            for settings in every if norm is nn.RMSNorm else every[-1:]:
                 torch._dynamo.reset()
                 got = torch.compile(model, backend="weave", **settings)(x)  # type: ignore[call-overload]
                 assert_close(got, want, LIBRARY, f"{norm.__name__} {settings}")

@@ -18,6 +18,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from tests.cli.test_explain_docs import SHOWN
+from tests.graphs.executing import without_code
 from tests.house import toys
 from tests.ranks import run_ranks
 from weaveopt.cli.main import main
@@ -207,7 +208,7 @@ def _run_on_ranks(rank: int, dense: str, mixture: str) -> str:
 
     transformers.utils.logging.disable_progress_bar()
     names: dict[str, object] = {"checkpoint": dense, "inputs": {"input_ids": torch.tensor([[1, 2, 3, 4]])}}
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    with contextlib.redirect_stdout(io.StringIO()) as printed, without_code():
         for key in ON_RANKS:
             if key.startswith("moe_sharded"):
                 names |= {"checkpoint": mixture, "N": 2, "DistributedConfig": DistributedConfig}
