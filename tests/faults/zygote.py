@@ -28,11 +28,13 @@ def warm() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from tests.faults import programs
+    from tests.graphs.executing import without_code
     from tests.ranks import quick_tracing
     from weaveopt.errors import ArenaError
     from weaveopt.rewrites import RULES
 
     quick_tracing.install()
+    without_code().__enter__()  # for good: what faults do to ranks does not depend on it
     tqdm.tqdm.monitor_interval = 0  # else it starts a thread
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
