@@ -24,7 +24,6 @@ from weaveopt.cost_model.machine import Curve, FabricCosts, Link, Machine
 from weaveopt.cost_model.uncertainty import estimated, read
 from weaveopt.errors import ProfileError
 from weaveopt.records.candidate import Fabric
-from weaveopt.records.price import Reading
 
 LIBRARY, ONE_SHOT, TWO_SHOT = "library", "one_shot", "two_shot"
 """Variants of `all_reduce`: NCCL or Gloo decides; every rank reads all messages; every rank reduces its share."""
@@ -116,11 +115,12 @@ def modelled_parts_us(
     else:
         cost = all_reduce_steps(fabric, variant, world).cost(message_bytes, fabric_costs(machine, fabric).link)
     slowdown = machine.oversubscription(world, hosts)
-    reading: Reading = (fabric, variant, message_bytes, world, hosts)
+    # Off by its two constants, whatever the size: a message in two halves is off as the whole one is.
+    model = (fabric, variant, world, hosts)
     latency_us = (machine.memory.floor_us + cost.latency_us) * slowdown
     return (
-        estimated(machine, latency_us, reading),
-        estimated(machine, cost.transfer_us * slowdown, reading),
+        estimated(machine, latency_us, (*model, "latency")),
+        estimated(machine, cost.transfer_us * slowdown, (*model, "bandwidth")),
     )
 
 
@@ -178,7 +178,7 @@ def collective_us(machine: Machine, op: str, num_bytes: float, world: int, hosts
         link = costs.link if hosts == 1 else inter_link(machine, Fabric.LIBRARY)
         cost = all_gather(world).cost(num_bytes, link)
         us = (machine.memory.floor_us + cost.us) * machine.oversubscription(world, hosts)
-        return estimated(machine, us, (op, num_bytes, world, hosts))
+        return estimated(machine, us, (op, world, hosts))
     return sum(curve_parts_us(machine, curve, num_bytes, world, all_gather))
 
 

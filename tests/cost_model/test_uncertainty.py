@@ -93,6 +93,18 @@ def test_other_lengths_of_rows_are_less_sure_than_those_that_were_measured() -> 
     assert at_row(curves[:1], 4096).row_error == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(("machine", "hosts"), [("h100x8", 2), ("a100x4-slingshot", 2), ("h200x8", 4)])
+def test_messages_of_one_modelled_link_are_off_together(machine: str, hosts: int) -> None:
+    """A slower link is slower for a whole message and for its halves: what an exchange is off by says nothing against
+    splitting it. What each half pays again, its latency, is not sure."""
+    profile, world = cost_model.load(machine), hosts * cost_model.load(machine).ranks_per_host
+    whole, half = (all_reduce_us(profile, Fabric.LIBRARY, LIBRARY, size, world, hosts) for size in (1 << 26, 1 << 25))
+    assert error_us_of(whole) > 0.1 * whole
+    assert error_us_of(half * 2 - whole) < 0.01 * whole
+    few, half_of_few = (all_reduce_us(profile, Fabric.LIBRARY, LIBRARY, size, world, hosts) for size in (1024, 512))
+    assert error_us_of(half_of_few * 2 - few) > 0.05 * few
+
+
 @pytest.mark.parametrize(("machine", "least", "most"), [("h200x4", 0.55, 0.9), ("cpu", 0.5, 1.0)])
 def test_stored_measurements_are_as_far_off_as_the_errors_say(machine: str, least: float, most: float) -> None:
     """Held-out sizes: about two of three within one standard error, and the mean error of those that are said to be
