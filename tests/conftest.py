@@ -59,6 +59,12 @@ def _width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
 
 
+@pytest.fixture
+def little_garbage() -> None:
+    """Garbage is looked for among what a test makes: to look through all that earlier ones left takes seconds."""
+    gc.freeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Draw the same random numbers in every run of a test, and spread tests that need one GPU over all of this host."""
     from tests.ranks.processes import PROCESS

@@ -6,14 +6,17 @@ import contextlib
 import gc
 import json
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.graphs.preview import without_sensitivity
 from weaveopt import cost_model
-from weaveopt.cli.explain import DEFAULT_MACHINE
+from weaveopt.cli import explain
 from weaveopt.cli.main import main
+from weaveopt.cli.question import DEFAULT_MACHINE, ExplainArguments
 from weaveopt.fabrics.traits import header_bytes
 from weaveopt.pipeline.sensitivity import words
 from weaveopt.records.candidate import Fabric
@@ -133,6 +136,21 @@ def test_a_curve_of_no_kernel_is_refused_in_one_line(
     assert f"profile {profile}: a curve of {op}: found variant 'two_shot blk', expected " in captured.err
 
 
+@pytest.fixture
+def captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Questions that differ in the form of their report alone are answered by one capture."""
+    asked_before, answer = dict[ExplainArguments, Report](), explain.explain
+
+    def remembering(asked: ExplainArguments, on_step: Callable[[str], None]) -> Report:
+        whole = replace(asked, full=True, why=None, format=None, output=None)
+        if whole not in asked_before:
+            asked_before[whole] = answer(whole, on_step)
+        return asked_before[whole]
+
+    monkeypatch.setattr(explain, "explain", remembering)
+
+
+@pytest.mark.usefixtures("captured_once")
 def test_defaults_disable_why_and_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,8 +171,9 @@ def test_defaults_disable_why_and_trace(
     assert all(words in full for words in ("why not", "arena", "all else held"))
     assert full.count("nvshmem") == full.count("tcp") == 1, "a fabric that cannot be there is one line for all sites"
 
-    cpu = ["explain", str(tmp_path), "--tp", "2", "--seq", "16", "--machine", "cpu"]
-    assert main([*cpu, "--why", "self_attn.o_proj", "--disable", "all_reduce_rms_norm,gemm_all_reduce,shard_norm"]) == 0
+    disabled = ("--disable", "all_reduce_rms_norm,gemm_all_reduce,shard_norm")
+    cpu = ["explain", str(tmp_path), "--tp", "2", "--seq", "16", "--machine", "cpu", *disabled]
+    assert main([*cpu, "--why", "self_attn.o_proj"]) == 0
     text = capsys.readouterr().out
     assert "chosen: leave on library" in text
     assert "model.layers.0.self_attn.o_proj" in text

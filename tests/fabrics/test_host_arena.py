@@ -214,6 +214,7 @@ def policies() -> list[str]:
     return [line for line in Path("/proc/self/numa_maps").read_text().splitlines() if "memfd:weaveopt" in line]
 
 
+@pytest.mark.usefixtures("little_garbage")
 @pytest.mark.parametrize("node", [-1, 0, 1023, 1024])
 def test_a_memory_node_is_a_wish(node: int) -> None:
     """A system that knows no such node, or forbids the choice, makes the segment all the same."""

@@ -106,6 +106,7 @@ def test_weights_written_in_place_keep_the_step() -> None:
     assert steps_of(model) == (1, 2)
 
 
+@pytest.mark.usefixtures("little_garbage")
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_caches_are_freed_with_the_model(backend: str | None) -> None:
     model = build("llama")

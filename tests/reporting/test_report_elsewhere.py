@@ -118,31 +118,32 @@ def test_each_compile_has_an_artifact_in_the_structured_trace() -> None:
     assert {"frame_id", "frame_compile_id"} <= record.metadata.keys(), "tlparse files it with its compile"
 
 
-def test_a_model_compiles_and_reports_without_what_reads_files() -> None:
-    """msgspec and jsonschema read files of users; GPU hosts without a network may lack them."""
+@pytest.fixture(scope="module")
+def elsewhere() -> subprocess.CompletedProcess[str]:
+    """A process of its own that compiles a model, with weaveopt's log, and without what reads files.
+
+    msgspec and jsonschema read files of users; GPU hosts without a network may lack them.
+    """
     code = """
 import sys
 sys.modules["msgspec"] = sys.modules["jsonschema"] = None
-import torch, weaveopt
-model = torch.compile(torch.nn.Linear(4, 4), backend="weave")
-with torch.no_grad():
-    model(torch.ones(2, 4))
-print(len(weaveopt.report(model).to_dict()["graphs"]), weaveopt.report(model))
-"""
-    command, environment = [sys.executable, "-c", code], {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=True)
-    assert done.stdout.startswith("1 Linear on 1 rank"), done.stdout
-
-
-def test_torch_logs_names_the_logger() -> None:
-    code = """
 import torch
 model = torch.compile(torch.nn.Linear(4, 4), backend="weave")
 with torch.no_grad():
     model(torch.ones(2, 4))
+import weaveopt
+print(len(weaveopt.report(model).to_dict()["graphs"]), weaveopt.report(model))
 """
     environment = {**os.environ, "TORCH_LOGS": "weaveopt", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=True)
-    lines = [line for line in done.stderr.splitlines() if "0 of 0 sites rewritten" in line]
-    assert len(lines) == 1 and lines[0].startswith("I"), done.stderr
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=True)
+
+
+def test_a_model_compiles_and_reports_without_what_reads_files(elsewhere: subprocess.CompletedProcess[str]) -> None:
+    assert elsewhere.stdout.startswith("1 Linear on 1 rank"), elsewhere.stdout
+
+
+def test_torch_logs_names_the_logger(elsewhere: subprocess.CompletedProcess[str]) -> None:
+    """Which the backend makes known: the program imports torch alone before it compiles."""
+    lines = [line for line in elsewhere.stderr.splitlines() if "0 of 0 sites rewritten" in line]
+    assert len(lines) == 1 and lines[0].startswith("I"), elsewhere.stderr

@@ -117,6 +117,7 @@ def test_nothing_of_a_report_refers_to_parameters(swapped: None) -> None:
         assert _num_graphs(model) == 1
 
 
+@pytest.mark.usefixtures("little_garbage")
 def test_a_model_is_freed_with_its_report() -> None:
     model = _compiled(Block())
     model(torch.ones(4, 8))
