@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch._dynamo.config
 import torch._dynamo.guards as guards
 import torch._dynamo.symbolic_convert as symbolic_convert
+import torch._dynamo.trace_rules as trace_rules
 import torch._logging._internal as logs
+import torch.distributed
 
 
 class _NoCommonSubexpressions:
@@ -35,3 +37,7 @@ def install() -> None:
     torch._dynamo.config.side_effect_replay_policy = "silent"
     # A trace for tools, which only ends when it first finds that nobody asked for it.
     logs.trace_log.handlers.clear()
+    # Each process group that is made has the next compile look up thousands of names anew, in case the rules were read
+    # before torch.distributed was there.
+    trace_rules.clear_lru_cache()
+    trace_rules.clear_lru_cache = lambda: None
