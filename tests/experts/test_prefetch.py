@@ -57,7 +57,7 @@ def run_families(rank: int, world: int, folder: Path, independent: bool) -> list
     for name in MIXTURES:
         every, model = whole(folder, name), load(folder, name, world, independent)
         reports: list[GraphReport] = []
-        compiled = torch.compile(model, backend=executing(FORCED, reports), fullgraph=True)
+        compiled = torch.compile(model, backend=executing(FORCED, reports), fullgraph=True, dynamic=independent)
         with torch.no_grad():
             for step in range(1 + 2 * rank if independent else 2):
                 ids = ids_of(10 * rank + step, 3 + 4 * rank + 2 * step)
