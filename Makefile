@@ -46,7 +46,7 @@ PYTEST_ARGS ?=
 # That share the tests of make test
 PROCESSES ?= 3
 # The same of make gpu-test: programs mostly load and compile, so several fit on one GPU at a time
-GPU_PROCESSES ?= 4
+GPU_PROCESSES ?= 7
 GENERATE_ARGS ?=
 HOSTS_DEMO_ARGS ?=
 DIST_ARGS ?=
