@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from tests.cli.test_calibrate import Done, run_calibrate
+from tests.cli.test_calibrate import run_calibrate
 from tests.ranks import run_ranks
 from weaveopt import cost_model
 from weaveopt.cli import calibrate, doctor
@@ -28,12 +29,11 @@ CALIBRATE = [*LAUNCH, "-m", "weaveopt.cli.main", "calibrate", "--quick", "--devi
 LONGEST_S = 300
 
 
-def start(data: Path, *more: str) -> subprocess.Popen[str]:
+def start(data: Path) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_DATA_HOME": str(data)}
     return subprocess.Popen(
-        [*CALIBRATE, *more], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        start_new_session=True,
-    )  # fmt: skip
+        CALIBRATE, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
 
 
 def few_families(folder: Path) -> tuple[str, ...]:
@@ -58,10 +58,9 @@ def test_a_killed_run_keeps_what_it_had_measured_and_two_runs_at_once_do_not_dis
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert user_profiles.found() == ()
     few = few_families(tmp_path)
-    launched = start(tmp_path, *few)
-    forked, _ = run_calibrate(2, "--device", "cpu", *few)
-    out, error = launched.communicate(timeout=LONGEST_S)
-    ended = (Done(launched.returncode, out, error), forked)
+    with ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(run_calibrate, 2, "--device", "cpu", *few) for _ in range(2)]
+        ended = [each.result()[0] for each in both]
     (profile,) = user_profiles.found()
     name = user_profiles.file_name(user_profiles.device_name("cpu"), True, 2)
     assert profile.path.name == name and not profile.problem

@@ -73,7 +73,7 @@ HOSTS = "needs several hosts: make hosts-demo starts such commands on emulated o
 GPUS = "needs GPUs"
 LANE = "five gigabytes, and what runs this test"
 NOT_RUN = {
-    "README.md: make run": "minutes; tests/examples/test_examples.py starts its command with a smaller model",
+    "README.md: make run": "minutes; tests/examples/test_examples.py runs its example with a smaller model",
     "README.md: make test": "what runs this test",
     "README.md: pip install torch==2.13.0": "hundreds of megabytes; `make test` installs the same",
     "README.md: pip install .": "tests/distribution/test_packaging.py builds the wheel, and make dist installs it",
@@ -98,7 +98,7 @@ NOT_RUN = {
     "machines.md: WEAVE_FABRICS=host,library NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 2 -m weaveopt calibrate "
     "--output no-peer.json": "measures GPUs; tests/gpu/test_host_gpu.py runs what it measures",
     "machines.md: torchrun --nproc-per-node 4 -m weaveopt calibrate": (
-        "a minute of all cores; tests/cli/test_calibrate.py starts it with --quick"
+        "a minute of all cores; tests/cli/test_calibrate_found.py starts it with --quick"
     ),
     "machines.md: torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
     "-m weaveopt calibrate --device cpu --base here.json --output hosts.json": HOSTS,
