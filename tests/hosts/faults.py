@@ -22,7 +22,7 @@ LONG_S = 30.0
 """Both timeouts, if no rank has to wait for them."""
 STORE_S = 5.0
 """Time that a store which does not answer has beyond the timeout."""
-SLACK_S = 1.5
+SLACK_S = 3.0
 """Time of everything else on two busy cores."""
 _NEAR = Link(delay_us=20)
 
