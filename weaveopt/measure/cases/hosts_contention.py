@@ -1,7 +1,8 @@
 """Contention of computation and the library's all-reduce between hosts of CPU ranks.
 
 A rank starts an all-reduce, as compiled graphs do, and multiplies matrices until it is done. The time of a GEMM
-meanwhile and the time of the all-reduce, each relative to its time alone, are the two factors. Within a host the
+meanwhile and the time of the all-reduce, each relative to its time alone, are the two factors: of GEMMs over all rounds
+together, as what is computed meanwhile differs tenfold between them where cores are few. Within a host the
 exchange is work of the cores that compute, so nothing is measured there.
 """
 
@@ -19,7 +20,7 @@ from weaveopt.cost_model.machine import Contention, ContentionRow
 from weaveopt.measure.clock import Sample, barrier, sample_of
 from weaveopt.measure.session import CalibrationSession
 
-ROUNDS, QUICK_ROUNDS = 9, 3
+ROUNDS, QUICK_ROUNDS = 25, 3
 MESSAGE_BYTES, QUICK_BYTES = 2 << 20, 256 << 10
 ROWS, WIDTH = 64, 512
 """Sizes of the GEMM: much shorter than the all-reduce, whose end is noticed between two of them."""
@@ -48,8 +49,9 @@ class HostContention:
             return torch.mm(a, weight, out=out)
 
         rounds = [_round(gemm, data) for _ in range((QUICK_ROUNDS if session.quick else ROUNDS) + 1)][1:]
-        gemms, exchanges, computed, exchanged = zip(*rounds, strict=True)
-        factors = torch.tensor([median(computed) / median(gemms), median(exchanged) / median(exchanges)])
+        gemms, exchanges, counts, exchanged = zip(*rounds, strict=True)
+        computed_us = sum(exchanged) / max(sum(counts), 1)
+        factors = torch.tensor([computed_us / median(gemms), median(exchanged) / median(exchanges)])
         dist.all_reduce(factors, dist.ReduceOp.MAX)
         self.gemm, self.communication = (round(max(each, 1.0), 3) for each in factors.tolist())
         self.exchange = sample_of(list(exchanged))
@@ -61,8 +63,8 @@ class HostContention:
         )
 
 
-def _round(gemm: Step, data: torch.Tensor) -> tuple[float, float, float, float]:
-    """Microseconds of a GEMM and of an all-reduce alone, and of both at once."""
+def _round(gemm: Step, data: torch.Tensor) -> tuple[float, float, int, float]:
+    """Microseconds of a GEMM and of an all-reduce alone; GEMMs during an all-reduce, and its microseconds then."""
     barrier()
     begin = time.perf_counter()
     dist.all_reduce(data)
@@ -82,7 +84,7 @@ def _round(gemm: Step, data: torch.Tensor) -> tuple[float, float, float, float]:
         count += 1
     both_us = _since_us(begin)
     work.wait()
-    return alone_us, exchange_us, both_us / max(count, 1), both_us
+    return alone_us, exchange_us, count, both_us
 
 
 def _since_us(begin: float) -> float:
