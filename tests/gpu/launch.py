@@ -43,7 +43,7 @@ def trapping(devices: Iterable[int]) -> Iterator[None]:
     """Programs whose kernels end with a trap, on these GPUs, run here: one after the other on each of them.
 
     Where kernels of several processes trapped on one GPU at the same time, the driver did not end one of them: its
-    process waited in cudaDeviceSynchronize for good. One after the other, 32 of 32 ended.
+    process waited in cudaDeviceSynchronize for good.
     """
     with ExitStack() as locked:
         for device in sorted(devices):

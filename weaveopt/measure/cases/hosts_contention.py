@@ -2,7 +2,7 @@
 
 A rank starts an all-reduce, as compiled graphs do, and multiplies matrices until it is done. The time of a GEMM
 meanwhile and the time of the all-reduce, each relative to its time alone, are the two factors: of GEMMs over all rounds
-together, as what is computed meanwhile differs tenfold between them where cores are few. Within a host the
+together, as what is computed meanwhile differs much between them where cores are few. Within a host the
 exchange is work of the cores that compute, so nothing is measured there.
 """
 
