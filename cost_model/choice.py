@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 
-from weaveopt.cost_model.machine import Machine
+from weaveopt.cost_model.machine import MEASURED, Machine
 from weaveopt.cost_model.profile import load, names
 
 _SLICED_OR_SLOWER = frozenset({"mig", "nvl", "pcie"})
@@ -43,14 +43,15 @@ def choose(gpus: Sequence[Gpu], ranks_per_host: int, has_peer_access: bool = Tru
     """The profile of the slowest of `gpus`: the shipped one of its name, else the nearest by memory bandwidth.
 
     Profiles of GPUs that exchange through memory of their host are for ranks without peer access. Of several, the one
-    with the fewest ranks a host that are no fewer than these: a profile does not hold for larger groups. Raises
+    with the fewest ranks a host that are no fewer than these: a profile does not hold for larger groups. Contention
+    that was only assumed is for whoever names the profile, and left out here: nothing is overlapped by it. Raises
     nothing: there always is a nearest one.
     """
     kinds = sorted(set(gpus), key=lambda gpu: (gpu.name, gpu.processors, gpu.bytes_per_s))
     found = [_profile_of(gpu, ranks_per_host, has_peer_access) for gpu in kinds]
     machine = min(found, key=lambda each: (each.memory.bytes_per_s, each.name))
     others = tuple(dict.fromkeys(gpu.name for gpu in kinds if not fits(machine.name, gpu)))
-    return Choice(machine, others)
+    return Choice(_without_assumed_contention(machine), others)
 
 
 def fits(profile: str, gpu: Gpu) -> bool:
@@ -65,8 +66,17 @@ def exchanges_through_host(machine: Machine) -> bool:
     return any(costs.link_class == "host" for costs in machine.fabric_costs)
 
 
+def _without_assumed_contention(machine: Machine) -> Machine:
+    origins = dict(machine.origins)
+    if machine.contention is None or origins[machine.contention.origin].kind == MEASURED:
+        return machine
+    return replace(machine, contention=None)
+
+
 def _profile_of(gpu: Gpu, ranks_per_host: int, has_peer_access: bool) -> Machine:
     shipped = [machine for machine in map(load, names()) if machine.device == "cuda"]
+    # One that has only the library is named, or calibrated from: its link is assumed, and differs from host to host.
+    shipped = [machine for machine in shipped if len(machine.fabrics) > 1]
     if has_peer_access:
         shipped = [machine for machine in shipped if not exchanges_through_host(machine)]
     own = [machine for machine in shipped if fits(machine.name, gpu)]
@@ -74,9 +84,6 @@ def _profile_of(gpu: Gpu, ranks_per_host: int, has_peer_access: bool) -> Machine
         own = [machine for machine in own if exchanges_through_host(machine)] or own
     if own:
         return min(own, key=lambda machine: (*_beyond(machine, ranks_per_host), machine.name))
-
-    # One that has only the library is named, or calibrated from: another GPU may have peer access.
-    shipped = [machine for machine in shipped if len(machine.fabrics) > 1]
 
     def far(machine: Machine) -> tuple[float, float, bool, int, str]:
         processors = max((gemm.units or 0 for gemm in machine.gemms), default=0)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from weaveopt.cost_model import Gpu, choose
+from weaveopt.cost_model import Gpu, choose, load
 
 H200 = Gpu("NVIDIA H200", 132, 4.8e12)
 L40S = Gpu("NVIDIA L40S", 142, 0.864e12)
@@ -59,6 +59,14 @@ def test_without_peer_access_the_profile_of_such_gpus_comes_first(name: str, ran
 def test_any_other_gets_the_nearest_as_a_stand_in(gpu: Gpu, profile: str) -> None:
     choice = choose([gpu, gpu], 4)
     assert (choice.machine.name, choice.stands_in_for) == (profile, (gpu.name,))
+
+
+def test_assumed_contention_is_for_whoever_names_the_profile() -> None:
+    """Measured contention stays; a profile with the library alone is nobody's own."""
+    assert load("a100x4-slingshot").contention is not None
+    assert choose([Gpu("NVIDIA A100-SXM4-80GB")] * 4, 4).machine.contention is None
+    assert choose([H200] * 2, 4).machine.contention is not None
+    assert choose([L40S] * 4, 4, has_peer_access=False).machine.name not in ("l40sx4", "l40sx8")
 
 
 def test_a_gpu_that_says_nothing_of_itself_gets_some_profile() -> None:

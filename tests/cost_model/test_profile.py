@@ -35,6 +35,8 @@ SHIPPED = (
     "h200x2-no-peer",
     "h200x4",
     "h200x8",
+    "l40sx4",
+    "l40sx8",
     "rtx4090x4",
     "rtx4090x8",
 )
