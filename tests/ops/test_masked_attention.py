@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -93,6 +97,18 @@ def test_ranges_hold_every_admitted_key_and_no_more() -> None:
             inner = by_all.index(True) if True in by_all else 0
             want += [inner, by_all.index(False, inner)] if True in by_all else [0, 0]
             assert ranges[b, 0, tile].tolist() == want, f"case {case}: {look} {sizes} rows {rows} tile {tile}"
+
+
+def test_the_kernels_make_the_reference_s_ranges() -> None:
+    """Of one block of keys and of several, whose join cuts or keeps the runs that all queries admit."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "tests.emulation.attention_interpreted"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == 4 and all(line["compared"] > 10 for line in found)
+    assert [line["wrong"] for line in found] == [None] * 4
 
 
 def test_ranges_alone_admit_what_is_in_them() -> None:

@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 LARGEST_HEAD = 256
 RANGE_BYTES = 16384
-"""Mask bytes that a program of `key_ranges` reads in one step."""
+"""Mask bytes that a program of `key_ranges` reads."""
 COMBINE_SPLITS = 64
 SPLIT_STEP = 16
 """Keys: what a split takes is a multiple of that."""
@@ -74,7 +74,7 @@ def masked_attention(operands: AttentionOperands, scores: Scores) -> Tensor:
 
 
 def launch_key_ranges(mask: Tensor, rows: int) -> Tensor:
-    """Launches one kernel; `mask` may be on any device that Triton supports."""
+    """Launches one kernel, or two for more keys than one program reads; on any device that Triton supports."""
     from weaveopt.ops.attention import kernels
 
     batch, heads, queries, keys = mask.shape
@@ -82,12 +82,20 @@ def launch_key_ranges(mask: Tensor, rows: int) -> Tensor:
     out = mask.new_empty((batch, heads, tiles, 4), dtype=torch.int32)
     if out.numel() == 0:
         return out
-    block_rows = min(power_of_two(min(rows, queries)), 32)
-    block_keys = min(power_of_two(max(keys, 128)), RANGE_BYTES // block_rows)
-    kernels.key_ranges[(tiles, batch * heads)](
-        mask.view(torch.uint8), out, *mask.stride(), heads, queries, keys, rows,
-        BLOCK_ROWS=block_rows, BLOCK_KEYS=block_keys, num_warps=8,
+    tile_rows = power_of_two(min(rows, queries))
+    block_keys = min(power_of_two(max(keys, 128)), max(RANGE_BYTES // tile_rows, 128))
+    blocks = -(-keys // block_keys)
+    # With one program a tile most SMs would be idle: a mask of 2729 queries has 22 tiles.
+    partial = mask.new_empty((5, out.numel() // 4, blocks), dtype=torch.int32) if blocks > 1 else out
+    kernels.key_ranges[(tiles, batch * heads, max(blocks, 1))](
+        mask.view(torch.uint8), partial, *mask.stride(), heads, queries, keys, rows,
+        BLOCK_ROWS=min(tile_rows, 32), BLOCK_KEYS=block_keys, PARTIAL=blocks > 1, num_warps=8,
     )  # fmt: skip
+    if blocks > 1:
+        kernels.join_ranges[(out.numel() // 4,)](
+            partial, out, partial.stride(0), keys, blocks,
+            BLOCK_KEYS=block_keys, BLOCKS=power_of_two(blocks), num_warps=min(8, max(1, power_of_two(blocks) // 64)),
+        )  # fmt: skip
     return out
 
 

@@ -18,36 +18,70 @@ RANGE_ROWS = tl.constexpr(128)
 @triton.jit(do_not_specialize=["num_heads"])
 def key_ranges(
     mask, out, stride_b, stride_h, stride_s, stride_l, num_heads, num_queries, num_keys, rows,
-    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile: looks at all of its bytes, from the first key on."""
-    tile, row_of_mask = tl.program_id(0), tl.program_id(1)
+    """One program for a tile's rows and a block of keys.
+
+    `PARTIAL`: stores begin, end, first key that all rows admit, first key after it that some row does not, and first
+    key of the block that some row does not; `join_ranges` makes a tile's range of all its blocks. Else there is one
+    block, and the range is stored.
+    """
+    tile, row_of_mask, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = row_of_mask // num_heads, row_of_mask % num_heads
     mask += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
     row_end = min((tile + 1) * rows, num_queries)
     nowhere = 2147483647
-    first, end, inner_first, inner_end = nowhere, 0, nowhere, nowhere
-    for start in range(0, num_keys, BLOCK_KEYS):
-        ids = start + tl.arange(0, BLOCK_KEYS)
-        columns = mask + ids.to(tl.int64)[None, :] * stride_l
-        some = tl.zeros([BLOCK_KEYS], tl.int32)
-        every = tl.full([BLOCK_KEYS], 1, tl.int32)
-        for row in range(tile * rows, row_end, BLOCK_ROWS):
-            row_ids = row + tl.arange(0, BLOCK_ROWS)
-            inside = row_ids < row_end
-            here = columns + row_ids.to(tl.int64)[:, None] * stride_s
-            found = tl.load(here, mask=inside[:, None] & (ids < num_keys)[None, :], other=0)
-            admitted = (found != 0).to(tl.int32)
-            some = tl.maximum(some, tl.max(admitted, 0))
-            # Rows beyond the last query hide nothing.
-            every = tl.minimum(every, tl.min(tl.where(inside[:, None], admitted, 1), 0))
-        first = min(first, tl.min(tl.where(some > 0, ids, nowhere), 0))
-        end = max(end, tl.max(tl.where(some > 0, ids + 1, 0), 0))
-        whole = every > 0
-        inner_first = min(inner_first, tl.min(tl.where(whole, ids, nowhere), 0))
-        inner_end = min(inner_end, tl.min(tl.where(whole | (ids < inner_first), nowhere, ids), 0))
-    none = inner_first == nowhere
-    out += (row_of_mask * tl.num_programs(0) + tile).to(tl.int64) * 4
+    ids = block * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+    columns = mask + ids.to(tl.int64)[None, :] * stride_l
+    some = tl.zeros([BLOCK_KEYS], tl.int32)
+    every = tl.full([BLOCK_KEYS], 1, tl.int32)
+    for row in range(tile * rows, row_end, BLOCK_ROWS):
+        row_ids = row + tl.arange(0, BLOCK_ROWS)
+        inside = row_ids < row_end
+        here = columns + row_ids.to(tl.int64)[:, None] * stride_s
+        found = tl.load(here, mask=inside[:, None] & (ids < num_keys)[None, :], other=0)
+        admitted = (found != 0).to(tl.int32)
+        some = tl.maximum(some, tl.max(admitted, 0))
+        # Rows beyond the last query hide nothing.
+        every = tl.minimum(every, tl.min(tl.where(inside[:, None], admitted, 1), 0))
+    whole = every > 0
+    first = tl.min(tl.where(some > 0, ids, nowhere), 0)
+    end = tl.max(tl.where(some > 0, ids + 1, 0), 0)
+    inner_first = tl.min(tl.where(whole, ids, nowhere), 0)
+    inner_end = tl.min(tl.where(whole | (ids < inner_first), nowhere, ids), 0)
+    at = row_of_mask.to(tl.int64) * tl.num_programs(0) + tile
+    if PARTIAL:
+        stride = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * tl.num_programs(2)
+        out += at * tl.num_programs(2) + block
+        tl.store(out, first)
+        tl.store(out + stride, end)
+        tl.store(out + 2 * stride, inner_first)
+        tl.store(out + 3 * stride, inner_end)
+        tl.store(out + 4 * stride, tl.min(tl.where(whole, nowhere, ids), 0))
+    else:
+        store_range(out + at * 4, first, end, inner_first, inner_end, num_keys)
+
+
+@triton.jit
+def join_ranges(partial, out, stride, num_keys, num_blocks, BLOCK_KEYS: tl.constexpr, BLOCKS: tl.constexpr):
+    """One program a tile: the range of what `key_ranges` found in its blocks of keys."""
+    tile, blocks = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
+    partial += tile * num_blocks + blocks
+    known, nowhere = blocks < num_blocks, 2147483647
+    first = tl.min(tl.load(partial, mask=known, other=nowhere), 0)
+    end = tl.max(tl.load(partial + stride, mask=known, other=0), 0)
+    inner_first = tl.min(tl.load(partial + 2 * stride, mask=known, other=nowhere), 0)
+    inner_end = tl.load(partial + 3 * stride, mask=known, other=nowhere)
+    gap = tl.load(partial + 4 * stride, mask=known, other=nowhere)
+    begins_in = inner_first // BLOCK_KEYS
+    gap = tl.where(blocks == begins_in, inner_end, tl.where(blocks > begins_in, gap, nowhere))
+    store_range(out + tile * 4, first, end, inner_first, tl.min(gap, 0), num_keys)
+
+
+@triton.jit
+def store_range(out, first, end, inner_first, inner_end, num_keys):
+    """Stores a tile's four numbers; where nothing was found, zeros."""
+    none = inner_first == 2147483647
     tl.store(out, tl.where(end > 0, first, 0))
     tl.store(out + 1, end)
     tl.store(out + 2, tl.where(none, 0, inner_first))
