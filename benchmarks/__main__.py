@@ -6,6 +6,7 @@ python -m benchmarks run --all --machine M [--quick]            all that this ho
 python -m benchmarks table [--check]                            RESULTS.md and the plots from all result files
 python -m benchmarks predict prediction|overlap --machine M     the stored measurements predicted anew
 python -m benchmarks draw TRACE ... --output PNG [--layers N]   a picture of traces that suites wrote
+python -m benchmarks hidden TRACE ... [--least SHARE]           exchange time under computation, of such traces
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     draw.add_argument("traces", type=Path, nargs="+", metavar="TRACE")
     draw.add_argument("--output", type=Path, required=True)
     draw.add_argument("--layers", type=int, default=0, help="layers in each trace (default: calls of experts)")
+    hidden = commands.add_parser("hidden", help="how much of the exchanges of traces runs under computation")
+    hidden.add_argument("traces", type=Path, nargs="+", metavar="TRACE")
+    hidden.add_argument("--least", type=float, default=0.0, metavar="SHARE", help="exit code 1 if less is hidden")
     return parser
 
 
@@ -98,6 +102,10 @@ def main(arguments: list[str]) -> int:
                 from benchmarks import predict
 
                 return predict.again(words.suite, words.machine, words.profile)
+            case "hidden":
+                from benchmarks import traces
+
+                return traces.print_hidden(words.traces, words.least)
             case _:
                 from benchmarks import traces
 

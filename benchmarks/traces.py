@@ -4,6 +4,7 @@
     python -m benchmarks draw BEFORE.json.gz AFTER.json.gz --layers 4 --output layer_trace.png
     python -m benchmarks run moe_experts --machine M --case "mixtral-8x22b tokens=64 uniform" --set trace=FOLDER
     python -m benchmarks draw FOLDER/A.trace.json.gz FOLDER/B.trace.json.gz --output experts.png
+    python -m benchmarks hidden TRACE.json.gz --least 0.85     how much of the exchanges runs under computation
 
 A picture of layers shows the second last layer of each trace, from the first to the last of its kernels; one of experts
 the last of several calls. Kernels that are launched while the one ahead still runs wait for it: their bars overlap.
@@ -40,6 +41,11 @@ class Kernel:
     name: str
     begin: float
     us: float
+    stream: int = 0
+
+    @property
+    def end(self) -> float:
+        return self.begin + self.us
 
 
 LAYER = Kinds(
@@ -82,6 +88,21 @@ EXPERTS = Kinds(
 )
 
 
+CONCURRENT = Kinds(
+    {
+        "both": ("push_tiles", "multiply_gathered"),
+        "exchange": (
+            "nccl", "memcpy ptop", "memcpy p2p", "sum_parts", "::ll_packet<", "::posted<", "::bulk<", "::direct<",
+            "::host_doubling<",
+        ),
+        "copy": ("memcpy", "memset"),
+        "computation": ("",),
+    },
+    {},
+)  # fmt: skip
+"""Kernels that compute and exchange at once hide what this cannot see: they count as neither."""
+
+
 def write(step: Callable[[], object], restore: Callable[[], object], path: Path, runs: int = 2) -> None:
     """A trace of `step`, run `runs` times, on every rank; rank 0's is kept, as `path` with `.json.gz`."""
     import torch
@@ -109,11 +130,59 @@ def read(path: Path) -> list[Kernel]:
     with gzip.open(path, "rt") as file:
         events = json.load(file)["traceEvents"]
     found = [
-        Kernel(str(event["name"]), float(event["ts"]), float(event["dur"]))
+        Kernel(str(event["name"]), float(event["ts"]), float(event["dur"]), int(event.get("args", {}).get("stream", 0)))
         for event in events
         if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy")
     ]
     return sorted(found, key=lambda kernel: kernel.begin)
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Time of all exchanges of a trace, and how much of it has computation on another stream at the same time."""
+
+    exchange_us: float
+    hidden_us: float
+
+    @property
+    def share(self) -> float:
+        return self.hidden_us / self.exchange_us
+
+
+def hidden(kernels: Sequence[Kernel]) -> Hidden:
+    """The exchanges that computation hides. On one stream kernels follow one another, whatever their bars say: one that
+    is launched early waits for the one ahead. Raises `UsageError` where nothing is exchanged."""
+    exchanges = [kernel for kernel in kernels if CONCURRENT.of(kernel) == "exchange"]
+    if not exchanges:
+        raise UsageError("found no exchange in the trace, expected NCCL's kernels or weaveopt's")
+    computing = sorted(
+        (each for each in kernels if CONCURRENT.of(each) == "computation"), key=lambda each: each.begin
+    )  # fmt: skip
+    under_us = 0.0
+    for exchange in exchanges:
+        reached = exchange.begin
+        for each in computing:
+            if each.stream == exchange.stream:
+                continue
+            end = min(each.end, exchange.end)
+            under_us += max(0.0, end - max(each.begin, reached))
+            reached = max(reached, end)
+    return Hidden(sum(exchange.us for exchange in exchanges), under_us)
+
+
+def print_hidden(paths: Sequence[Path], least: float) -> int:
+    """A line for each trace; returns 1 where a share is below `least`. Raises `UsageError`."""
+    worst = 1.0
+    for path in paths:
+        if not path.is_file():
+            raise UsageError(f"{path}: no such file")
+        found = hidden(read(path))
+        worst = min(worst, found.share)
+        print(
+            f"{path.name}: {found.exchange_us / 1e3:,.2f} ms of exchanges, {found.hidden_us / 1e3:,.2f} ms "
+            f"({found.share:.0%}) under computation"
+        )
+    return int(worst < least)
 
 
 def layer(kernels: Sequence[Kernel], layers: int) -> list[Kernel]:

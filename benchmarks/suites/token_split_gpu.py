@@ -5,7 +5,8 @@
 The two variables make GPUs that have NVLink exchange through the host, as those without peer access do; on GPUs that
 have none only the second is needed. Unless a profile is given, collectives and contention with them are calibrated
 first, on these ranks, into a profile that takes all else from `base`. Variants are captured in CUDA graphs and take
-turns; then each runs back to back (see `benchmarks/suites/layers.py`).
+turns; then each runs back to back (see `benchmarks/suites/layers.py`). With `--set trace=FOLDER` the trace of each
+variant is written; `python -m benchmarks hidden` says how much of its exchanges runs under computation.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from benchmarks import record
 from benchmarks.ranks import Place, barrier
 from benchmarks.suite import GPU, Asked, Needs, Setting, Suite, UsageError
-from benchmarks.suites.layers import REMOVED, UNSPLIT, Case, measure, variants_row
+from benchmarks.suites.layers import REMOVED, TRACE, UNSPLIT, Case, measure, variants_row
 from benchmarks.workloads import decoder
 from benchmarks.workloads.decoder import INDUCTOR, SHAPES, WEAVE, Workload
 from weaveopt import cost_model
@@ -71,7 +72,8 @@ def rows(place: Place, cases: Sequence[Case], asked: Asked) -> Iterator[record.R
             for case in (case for case in cases if case.model == name):
                 workload = Workload(model, case, place.device, POSITIONS, FILLED, gives_positions=False)
                 names = (INDUCTOR, WEAVE, UNSPLIT, REMOVED)
-                found = measure(place, model, workload, names, profile, "", eager=False)
+                trace = asked.of(TRACE) and f"{asked.of(TRACE)}/{name}"
+                found = measure(place, model, workload, names, profile, trace, eager=False)
                 row = variants_row(place, model, case, found, given=False)
                 row.parameters.update(variant=found.reports[WEAVE].variant, fabrics=os.environ[FABRICS])
                 yield row
@@ -91,6 +93,6 @@ SUITES = (
     Suite(
         "token_split_gpu", "layers on GPUs without peer access, token splits by price", Needs(GPU, 2, worlds=(2,)),
         cases, rows, ours=(WEAVE,), baselines=(INDUCTOR, UNSPLIT), predicted="the graph that was chosen",
-        bound=f"{REMOVED}: computation alone", settings=(NAMES, CASES, LAYERS, PROFILE, BASE), by_name_only=True,
+        bound=f"{REMOVED}: computation alone", settings=(NAMES, CASES, LAYERS, PROFILE, BASE, TRACE), by_name_only=True,
     ),
 )  # fmt: skip

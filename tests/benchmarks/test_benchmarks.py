@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import accuracy, clocks, plots, record, results_table, timing, traces
+from benchmarks.__main__ import main
 from benchmarks.peer_library import flashinfer
 from benchmarks.ranks import Place
 from benchmarks.record import Row
@@ -219,6 +220,29 @@ def test_a_layer_is_cut_out_of_a_trace(tmp_path: Path) -> None:
     assert traces.LAYER.of(push) == "GEMM and exchange"
     traces.draw([("before", found), ("after", found[:2])], tmp_path / "layer.png")
     assert (tmp_path / "layer.png").stat().st_size > 1000
+
+
+def test_exchanges_under_computation_are_read_from_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of the first exchange runs under a GEMM on another stream, and 25 us of the second under two kernels that
+    overlap. Copies, kernels of the same stream and those that compute and exchange hide nothing."""
+    kernels = [
+        ("nvjet_sm90_tst", 0.0, 10.0, 7), ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 5.0, 10.0, 20),
+        ("triton_red_fused_add", 30.0, 20.0, 7), ("nvjet_sm90_tst", 40.0, 20.0, 8),
+        ("void weave::gpu::posted<__nv_bfloat16>", 35.0, 30.0, 20), ("triton_poi_fused", 40.0, 30.0, 20),
+        ("Memcpy DtoD (Device -> Device)", 5.0, 60.0, 9), ("void weave::gpu::push_tiles<__nv_bfloat16>", 0.0, 90.0, 9),
+    ]  # fmt: skip
+    path = tmp_path / "trace.json.gz"
+    events = [
+        {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur, "args": {"stream": stream}}
+        for name, ts, dur, stream in kernels
+    ]
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    assert traces.hidden(traces.read(path)) == traces.Hidden(40.0, 5.0 + 25.0)
+    assert main(["hidden", str(path), "--least", "0.75"]) == 0
+    assert capsys.readouterr().out == "trace.json.gz: 0.04 ms of exchanges, 0.03 ms (75%) under computation\n"
+    assert main(["hidden", str(path), "--least", "0.76"]) == 1
+    with pytest.raises(UsageError, match="found no exchange"):
+        traces.hidden(traces.read(path)[:1])
 
 
 def test_a_call_of_experts_is_cut_out_of_a_trace(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ NOT_RUN = {
     "--main_process_ip 10.0.0.1 examples/generate.py": HOSTS,
     "small-machines.md: torchrun --nproc-per-node 4 -m weaveopt calibrate --output here.json": GPUS,
     "small-machines.md: NCCL_P2P_DISABLE=1 WEAVE_FABRICS=library python -m benchmarks run token_split_gpu "
-    "--machine h100x2": GPUS,
+    "--machine h100x2 --set trace=traces": GPUS,
     "expert_prefetch.md: import weaveopt": "needs a checkpoint; tests/experts/test_prefetch.py compiles such models",
     "expert_prefetch.md: weaveopt.share_experts(model)  # on all ranks; for programs in which some rank may never call "
     "the model": "needs such a model; tests/experts/test_data_parallel.py shares it",

@@ -14,6 +14,7 @@ from weaveopt.records.candidate import Estimate, Fabric, Rejection, Scalar, Tabl
 from weaveopt.records.memory import Channel, Lifetime, PlacedBuffer
 from weaveopt.records.report import ChoiceRange, Regime, Report, Sensitivity, Variant, WorkFailure
 from weaveopt.records.site import TokenCounts
+from weaveopt.records.task import ScheduledTask, Stream
 from weaveopt.reporting import document as report_json
 from weaveopt.reporting import timeline, trace
 from weaveopt.reporting.document_reader import from_json
@@ -37,6 +38,15 @@ FIELDS = {
     "slot": {"group", "name", "offset", "bytes", "owners", "lifetime"},
 }
 """Fields that a reader may rely on; more may be there."""
+BEFORE = (
+    ScheduledTask("gemm", Stream.COMPUTE, 0.0, 4.0, "mlp"),
+    ScheduledTask("all_reduce", Stream.COMMUNICATION, 4.0, 5.0, "mlp"),
+)
+AFTER = (
+    ScheduledTask("gemm", Stream.COMPUTE, 0.0, 2.0, "mlp"),
+    ScheduledTask("all_reduce", Stream.COMMUNICATION, 2.0, 3.0, "mlp"),
+    ScheduledTask("gemm", Stream.COMPUTE, 2.0, 2.5, "mlp"),
+)
 
 
 def test_json_has_the_promised_fields(report: Report) -> None:
@@ -184,16 +194,22 @@ def test_variants_and_regimes_survive(report: Report) -> None:
     slower = Rejection("no_saving", "the predicted saving does not exceed the model's own error", (("error_us", 2.5),))
     variants = (
         Variant("captured", "", 10.0, 8.0),
-        Variant("halves", "split", 9.5, None, (slower,), (("cut", "4 + 4"),), 1.5, 12.5),
+        Variant("halves", "split", 9.5, None, (slower,), (("cut", "4 + 4"),), 1.5, 12.5, added_us=0.5),
         Variant("x", "y"),
     )
-    graph = replace(report.graphs[0], variants=variants, variant="halves", regime=Regime(2, None))
+    graph = replace(
+        report.graphs[0], variants=variants, variant="halves", regime=Regime(2, None), schedule_before=BEFORE,
+        schedule=AFTER,
+    )  # fmt: skip
     document = _survives(replace(report, graphs=(graph,)))
     assert document["variant"] == "halves"
     assert document["variants"][1] == {  # type: ignore[index]
         "name": "halves", "rule": "split", "unfused_us": 9.5, "predicted_us": None, "exposed_us": 1.5,
-        "unfused_steady_us": 12.5, "steady_us": None, "parameters": {"cut": "4 + 4"},
+        "unfused_steady_us": 12.5, "steady_us": None, "added_us": 0.5, "parameters": {"cut": "4 + 4"},
         "rejected": [{"code": slower.code, "message": slower.message, "values": {"error_us": 2.5}}],
+    }  # fmt: skip
+    assert document["schedule"][1] == {  # type: ignore[index]
+        "name": "all_reduce", "stream": "communication", "start_us": 2.0, "us": 3.0, "module": "mlp",
     }  # fmt: skip
 
 
@@ -246,6 +262,20 @@ def test_trace_is_valid_and_adds_up(report: Report) -> None:
     # 16 sites with an estimate, three terms before, two and an overlap after.
     assert sum(e["pid"] == 0 for e in complete) == 16 * 3
     assert sum(e["pid"] == 1 for e in complete) == 16 * 2
+
+
+def test_trace_of_a_variant_shows_what_runs_at_once(report: Report) -> None:
+    """Its schedule in place of the sites one after the other, before and after."""
+    graph = replace(report.graphs[0], schedule_before=BEFORE, schedule=AFTER)
+    document = json.loads(trace.to_trace(replace(report, graphs=(graph,))))
+    complete = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    found = [(e["pid"], e["cat"], e["ts"], e["ts"] + e["dur"]) for e in complete]
+    assert found == [
+        (0, "compute", 0.0, 4.0), (0, "communication", 4.0, 9.0),
+        (1, "compute", 0.0, 2.0), (1, "communication", 2.0, 5.0), (1, "compute", 2.0, 4.5),
+    ]  # fmt: skip
+    assert {e["args"]["module"] for e in complete} == {"mlp"}
+    assert document["otherData"]["graphs"][0]["covers"] == "the layers that were captured"
 
 
 def test_trace_of_the_whole_model_ends_with_its_totals(whole: Report) -> None:

@@ -22,6 +22,7 @@ from weaveopt.measure.session import CalibrationSession
 from weaveopt.preview import preview
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.report import GraphReport
+from weaveopt.records.task import Stream
 
 TOKENS = 512
 MODEL = {
@@ -83,6 +84,25 @@ def test_a_slow_link_splits_tokens(explained: Explain) -> None:
     assert graph.variant == chosen.name == "token_split by sequence" and why(graph) == []
     assert captured.predicted_us is not None and chosen.predicted_us is not None
     assert captured.predicted_us / chosen.predicted_us > 1.1
+    assert captured.exposed_us is not None and chosen.exposed_us is not None
+    assert captured.added_us is None and chosen.added_us is not None
+    assert chosen.exposed_us < captured.exposed_us and abs(chosen.added_us) < 0.5 * captured.predicted_us
+
+
+def test_the_schedule_of_a_split_is_in_the_report(explained: Explain) -> None:
+    """It ends with the predicted time, and exchanges run at the same time as computation."""
+    graph = explained(machine(0.25, 1.1))
+    for variant, tasks, us in (
+        (graph.variants[0], graph.schedule_before, graph.variants[0].baseline_us),
+        (graph.variants[1], graph.schedule, graph.variants[1].predicted_us),
+    ):
+        assert max(each.start_us + each.us for each in tasks) == pytest.approx(us), variant.name
+        exchanges = [each for each in tasks if each.stream is Stream.COMMUNICATION]
+        computing = [each for each in tasks if each.stream is Stream.COMPUTE]
+        at_once = [a for a in exchanges for b in computing if a.start_us < b.start_us < a.start_us + a.us]
+        assert bool(at_once) is (variant.name == graph.variant), variant.name
+    assert {each.module.split(".")[-1] for each in graph.schedule} >= {"down_proj", "o_proj", "embed_tokens"}
+    assert explained(machine(100.0, 1.1)).schedule == (), "the captured graph runs: its sites follow one another"
     assert not [each for each in graph.decisions if each.rewritten and each.chosen.fabric is Fabric.SHM]
 
 

@@ -163,6 +163,8 @@ def unrewritten(
         work=() if isinstance(work, WorkFailure) else work,
         work_failure=work if isinstance(work, WorkFailure) else None,
         sensitivity=(),
+        schedule_before=(),
+        schedule=(),
         variants=tuple(
             replace(each, predicted_us=each.baseline_us)
             if not each.rule

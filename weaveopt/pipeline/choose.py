@@ -41,7 +41,8 @@ def choose(
     winner, against = _winner([each.timeline for each in decided], decided, context)
     compared = [decided[0].variant]
     for index, each in enumerate(decided[1:], start=1):
-        compared.append(replace(each.variant, rejections=(*each.variant.rejections, *against[index])))
+        rejections = (*each.variant.rejections, *against[index])
+        compared.append(replace(each.variant, rejections=rejections, added_us=_added_us(decided[0], each)))
     compared.extend(Variant(each.variant, each.rule, rejections=each.rejections) for each in refused)
     regime = regimes[0]
     if len(decided) > 1 and regime is not None:
@@ -64,6 +65,12 @@ def _winner(
         if index != best and not against[index]:
             against[index] = (Rejection("slower_variant", "the variant that was chosen is predicted faster"),)
     return best, against
+
+
+def _added_us(captured: DecidedGraph, variant: DecidedGraph) -> float | None:
+    if captured.timeline is None or variant.timeline is None:
+        return None
+    return variant.timeline.computed_us - captured.timeline.computed_us
 
 
 def _upper_us(timeline: Timeline | None) -> float:

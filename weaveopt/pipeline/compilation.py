@@ -256,6 +256,10 @@ class Compilation:
                 timed=next((each.timed for each in self.variants if each.captured.variant == variant), ()),
             )  # fmt: skip
         captured = self.decided[0] if self.decided else None
+        if final is not None and captured is not None and final is not captured:
+            before, after = captured.priced.baseline, final.timeline
+            if before is not None and after is not None:
+                report = replace(report, schedule_before=before.scheduled, schedule=after.scheduled)
         if self.not_bound:
             report = unrewritten(report, captured, self.not_bound)
         if self.order_lost:

@@ -19,7 +19,7 @@ from weaveopt.inductor.calls import COLLECTIVE
 from weaveopt.inductor.kernels import GraphKernel, KernelContext, outside
 from weaveopt.pipeline.problem import Problem, ProblemTemplate
 from weaveopt.pipeline.timeline import Placed, Timeline, timeline
-from weaveopt.records.candidate import Estimate
+from weaveopt.records.candidate import Estimate, stream_of
 from weaveopt.records.report import Decision, OutsideWork, WorkFailure
 from weaveopt.records.task import Stream, Task
 from weaveopt.rule import CapturedGraph, Context
@@ -118,10 +118,15 @@ class PricedGraph:
                 drawing.extend((term.name, float(term.us)) for term in estimate.terms if term.us > 0)
                 drawing.extend((term.name, -float(term.us)) for term in shared.terms)
                 us = max(estimate.us - shared.us, 0.0)
-                places.append(Placed(self._place(index, nodes, tasks), self._lowered(us, tasks)))
+                site = self.problem.sites[index].found.site
+                lowered = (
+                    replace(task, name=task.name or site.kind, module=site.module) for task in self._lowered(us, tasks)
+                )
+                places.append(Placed(self._place(index, nodes, tasks), tuple(lowered)))
             counted |= nodes
         energy = graph_energy(self.surroundings.machine.power, drawing)
-        return timeline(places, self._by_name, self.surroundings.machine, prices, energy)
+        computed_us = sum(us for name, us in drawing if stream_of(name) is Stream.COMPUTE)
+        return timeline(places, self._by_name, self.surroundings.machine, prices, energy, computed_us)
 
     def _place(self, index: int, nodes: frozenset[fx.Node], tasks: tuple[Task, ...]) -> int:
         """Position of a rewritten site: its last node's; of one whose exchange is begun that of its collective."""
@@ -133,11 +138,11 @@ class PricedGraph:
     def _placed(self, kernel: GraphKernel, us: float) -> Placed:
         """A kernel at its place; a collective of the library runs until its wait."""
         if kernel.kind != COLLECTIVE:
-            return Placed(self.order[kernel.node], (Task(us, name=kernel.name),))
+            return Placed(self.order[kernel.node], (Task(us, name=kernel.name, module=kernel.module),))
         ctas = self.surroundings.library_ctas(kernel)
         users = [user for user in kernel.node.users if user in self.order]
         reader = min(users, key=self.order.__getitem__).name if users else self.captured.graph.output_node().name
-        task = Task(us, Stream.COMMUNICATION, name=kernel.name, ctas=ctas, ends_before=reader)
+        task = Task(us, Stream.COMMUNICATION, name=kernel.name, ctas=ctas, ends_before=reader, module=kernel.module)
         return Placed(self.order[kernel.node], (task,))
 
     def _lowered(self, us: float, tasks: tuple[Task, ...]) -> tuple[Task, ...]:

@@ -13,7 +13,7 @@ from functools import cached_property
 from weaveopt.cost_model import Interval, Machine, Schedule, measured_contention, schedule
 from weaveopt.cost_model.energy import GraphEnergy, PowerCosts, steady_us
 from weaveopt.records.price import Price, added
-from weaveopt.records.task import Stream, Task
+from weaveopt.records.task import ScheduledTask, Stream, Task
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class Timeline:
     energy: GraphEnergy | None = None
     """Energy of all that runs; None where the profile has none."""
     power: PowerCosts | None = None
+    computed_us: float = 0.0
+    """Computation of all kernels and lowerings, each by itself."""
 
     @property
     def us(self) -> float:
@@ -66,6 +68,16 @@ class Timeline:
         others = _busy([*self._on(Stream.COMMUNICATION), *self._on(Stream.COPIES)])
         return sum((each.end_us - each.start_us - _common_us(each, computing) for each in others), 0.0)
 
+    @cached_property
+    def scheduled(self) -> tuple[ScheduledTask, ...]:
+        """Tasks of some length, and when each of them runs."""
+        pairs = zip(self.tasks, self.schedule.intervals, strict=True)
+        return tuple(
+            ScheduledTask(task.name, task.stream, each.start_us, each.end_us - each.start_us, task.module)
+            for task, each in pairs
+            if task.us > 0
+        )
+
     def _on(self, stream: Stream) -> list[Interval]:
         pairs = zip(self.tasks, self.schedule.intervals, strict=True)
         return [interval for task, interval in pairs if task.stream is stream]
@@ -77,14 +89,15 @@ def timeline(
     machine: Machine,
     prices: Sequence[float] = (),
     energy: GraphEnergy | None = None,
+    computed_us: float = 0.0,
 ) -> Timeline:
-    """The timeline of tasks at their places, whose prices are `prices`; `order`: position of each node of the graph, by
-    name."""
+    """The timeline of tasks at their places, whose prices are `prices` and of which `computed_us` is computation;
+    `order`: position of each node of the graph, by name."""
     tasks = tuple(in_program_order(places, order))
     contention = measured_contention(machine)
     found = schedule(tasks, contention)
     upper = schedule(tasks, contention, serial=True) if found.not_measured else found
-    return Timeline(tasks, found, upper, tuple(prices), energy, machine.power)
+    return Timeline(tasks, found, upper, tuple(prices), energy, machine.power, computed_us)
 
 
 def in_program_order(places: Sequence[Placed], order: Mapping[str, int]) -> Iterator[Task]:

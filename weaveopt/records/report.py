@@ -8,6 +8,7 @@ from weaveopt.records.candidate import LEAVE, Candidate, Estimate, Rejection, Va
 from weaveopt.records.generation import GenerationReport
 from weaveopt.records.memory import MemoryPlan
 from weaveopt.records.site import Site
+from weaveopt.records.task import ScheduledTask
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,8 @@ class Variant:
     """`baseline_us` run after run, at the device's power limit; None where the profile has no energies."""
     steady_us: float | None = None
     """The same of `predicted_us`."""
+    added_us: float | None = None
+    """Computation that it has more than the captured graph, both as decided, each kernel by itself; None for that."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +199,11 @@ class GraphReport:
     """How many of them were timed in this compile; empty where none was asked for."""
     doubts: tuple[Doubt, ...] = ()
     """Choices that rest on a price between measured ones; computed only by `weaveopt explain`."""
+    schedule_before: tuple[ScheduledTask, ...] = ()
+    """The captured graph with every site as it is, where another variant runs: once, not for all layers that it stands
+    for."""
+    schedule: tuple[ScheduledTask, ...] = ()
+    """The variant that runs, if it is not the captured graph."""
 
     @property
     def num_rewritten(self) -> int:

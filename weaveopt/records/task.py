@@ -37,8 +37,22 @@ class Task:
     """Node of the graph after which it is enqueued; empty: the site's own place."""
     ends_before: str = ""
     """Node of the graph that waits for it first; empty: whatever is enqueued after the site."""
+    module: str = ""
+    """Path of the module that it computes; empty where the graph does not name one."""
 
     @property
     def is_open(self) -> bool:
         """True if other work of the graph may run between its begin and its end."""
         return bool(self.begins_after or self.ends_before)
+
+
+@dataclass(frozen=True)
+class ScheduledTask:
+    """A task in the schedule of a whole graph, in microseconds from the start of the first one."""
+
+    name: str
+    stream: Stream
+    start_us: float
+    us: float
+    """How long it runs there: longer than alone where streams slow each other down."""
+    module: str = ""

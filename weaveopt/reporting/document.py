@@ -82,6 +82,7 @@ def _graph(graph: GraphReport) -> Json:
                 "exposed_us": variant.exposed_us,
                 "unfused_steady_us": variant.baseline_steady_us,
                 "steady_us": variant.steady_us,
+                "added_us": variant.added_us,
                 "parameters": dict(variant.parameters),
                 "rejected": _rejections(variant.rejections),
             }
@@ -119,6 +120,8 @@ def _graph(graph: GraphReport) -> Json:
         "tuned": graph.tuned,
         "doubts": [asdict(doubt) for doubt in graph.doubts],
         "sensitivity": [_sensitivity(found) for found in graph.sensitivity],
+        "schedule_before": [asdict(task) for task in graph.schedule_before],
+        "schedule": [asdict(task) for task in graph.schedule],
     }
 
 

@@ -44,6 +44,7 @@ from weaveopt.records.report import (
     WorkFailure,
 )
 from weaveopt.records.site import Site, TokenCounts
+from weaveopt.records.task import ScheduledTask
 from weaveopt.reporting.document import SCHEMA
 
 Table = dict[str, Scalar]
@@ -226,13 +227,14 @@ class _Variant(Struct, frozen=True):
     exposed_us: float | None = None
     unfused_steady_us: float | None = None
     steady_us: float | None = None
+    added_us: float | None = None
     parameters: Mapping[str, Scalar] = field(default_factory=dict)
 
     def record(self) -> Variant:
         rejections, parameters = _rejections(self.rejected), _values(self.parameters)
         return Variant(
             self.name, self.rule, self.unfused_us, self.predicted_us, rejections, parameters, self.exposed_us,
-            self.unfused_steady_us, self.steady_us,
+            self.unfused_steady_us, self.steady_us, self.added_us,
         )  # fmt: skip
 
 
@@ -266,6 +268,8 @@ class _Graph(Struct, frozen=True):
     kernels: tuple[KernelReport, ...] = ()
     tuned: str = ""
     doubts: tuple[Doubt, ...] = ()
+    schedule_before: tuple[ScheduledTask, ...] = ()
+    schedule: tuple[ScheduledTask, ...] = ()
 
     def record(self) -> GraphReport:
         return GraphReport(
@@ -287,6 +291,8 @@ class _Graph(Struct, frozen=True):
             kernels=self.kernels,
             tuned=self.tuned,
             doubts=self.doubts,
+            schedule_before=self.schedule_before,
+            schedule=self.schedule,
         )
 
 

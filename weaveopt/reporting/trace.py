@@ -1,17 +1,21 @@
 """The predicted timeline as a Chrome trace (open it in Perfetto or chrome://tracing).
 
-Two processes a graph, the unfused graph and the chosen one; one track a stream. Kernels outside the sites are drawn
-where the report has them; otherwise the sites alone, which the metadata says.
+Two processes a graph, the unfused graph and the chosen one; one track a stream. Where a variant of the graph runs, its
+schedule is drawn, in which other parts' computation hides exchanges; otherwise sites and kernels one after the other.
+Kernels outside the sites are drawn where the report has them; otherwise the sites alone, which the metadata says.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from weaveopt.plain_json import Json
 from weaveopt.records.report import GraphReport, OutsideWork, Report
+from weaveopt.records.task import ScheduledTask, Stream
 from weaveopt.reporting.timeline import STREAMS, Block, module_of, spans_of, title, total, unrolled
+
+_TRACK = {stream: index for index, stream in enumerate(Stream)}
 
 
 def to_trace(report: Report) -> str:
@@ -25,8 +29,10 @@ def to_trace(report: Report) -> str:
             exposed = f"{times.exposed_us:,.1f} us of communication exposed ({times.exposed_share:.0%})"
             events.append(_metadata("process_name", process, 0, "name", named))
             events.append(_metadata("process_labels", process, 0, "labels", exposed))
-            events.extend(_metadata("thread_name", process, i, "name", stream) for i, stream in enumerate(STREAMS))
-            events.extend(_events(process, graph, fused))
+            scheduled = graph.schedule if fused else graph.schedule_before
+            streams = dict.fromkeys((*STREAMS, *(task.stream for task in scheduled)))
+            events.extend(_metadata("thread_name", process, _TRACK[each], "name", each) for each in streams)
+            events.extend(_scheduled(process, scheduled) if scheduled else _events(process, graph, fused))
     other: Json = {"model": report.model, "graphs": [_graph(graph) for graph in report.graphs]}
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}) + "\n"
 
@@ -39,12 +45,32 @@ def _graph(graph: GraphReport) -> Json:
     before, after = total(graph, fused=False), total(graph, fused=True)
     return {
         "name": graph.name,
-        "covers": "the whole model" if graph.work else "the sites alone",
+        "covers": _covered(graph),
         "before_us": before.us,
         "after_us": after.us,
         "exposed_before_us": before.exposed_us,
         "exposed_after_us": after.exposed_us,
     }
+
+
+def _covered(graph: GraphReport) -> str:
+    if graph.schedule:
+        return "the layers that were captured"
+    return "the whole model" if graph.work else "the sites alone"
+
+
+def _scheduled(process: int, tasks: Sequence[ScheduledTask]) -> Iterator[Json]:
+    for task in tasks:
+        yield {
+            "ph": "X",
+            "name": task.name,
+            "cat": task.stream,
+            "pid": process,
+            "tid": _TRACK[task.stream],
+            "ts": task.start_us,
+            "dur": task.us,
+            "args": {"module": task.module},
+        }
 
 
 def _events(process: int, graph: GraphReport, fused: bool) -> Iterator[Json]:
@@ -54,7 +80,7 @@ def _events(process: int, graph: GraphReport, fused: bool) -> Iterator[Json]:
             "name": span.name,
             "cat": span.stream,
             "pid": process,
-            "tid": STREAMS.index(span.stream),
+            "tid": _TRACK[span.stream],
             "ts": span.start_us,
             "dur": span.duration_us,
             "args": {**_arguments(block, fused), "repetition": repetition},
