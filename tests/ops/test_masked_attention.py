@@ -100,7 +100,7 @@ def test_ranges_hold_every_admitted_key_and_no_more() -> None:
 
 
 def test_the_kernels_make_the_reference_s_ranges() -> None:
-    """Of one block of keys and of several, whose join cuts or keeps the runs that all queries admit."""
+    """One block of keys, and several, whose join cuts or keeps the runs that all queries admit."""
     pytest.importorskip("triton", reason="Triton is not installed")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "tests.emulation.attention_interpreted"]
