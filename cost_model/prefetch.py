@@ -44,6 +44,13 @@ def layer_missing_bytes(sharded: ShardedMixture) -> int:
     return weights * sharded.row_bytes // every.hidden * (sharded.world - 1) // sharded.world
 
 
+def cached_bytes(sharded: ShardedMixture, most_bytes: int) -> int:
+    """Bytes of the whole experts, of those that a rank lacks of one layer, that `most_bytes` have room for."""
+    experts = sharded.of_rank.experts * (sharded.world - 1)
+    expert_bytes = layer_missing_bytes(sharded) // max(experts, 1)
+    return min(most_bytes // max(expert_bytes, 1), experts) * expert_bytes
+
+
 @dataclass(frozen=True)
 class InPlaceParts:
     """Times of the operation on CPU ranks that read their peers' weights in place, in microseconds."""
@@ -101,7 +108,7 @@ class AheadParts:
 
     experts: float
     fetch: float
-    """All experts of a layer that a rank lacks, while its kernels run and its peers pull too."""
+    """All experts of a layer that a rank lacks and does not keep, while its kernels run and its peers pull too."""
     hidden: float
     """Part of the fetch that runs concurrently with the experts before and the work up to the next ones."""
     contention: float
@@ -113,14 +120,17 @@ class AheadParts:
         return self.fetch - self.hidden
 
 
-def ahead_parts(machine: Machine, sharded: ShardedMixture, kernels: str, window_us: float) -> AheadParts | None:
-    """With experts' kernels of that name. `window_us`: work between two mixtures. None where the profile lacks one of
-    the times: kernels, and pulls by copy engines."""
+def ahead_parts(
+    machine: Machine, sharded: ShardedMixture, kernels: str, window_us: float, cache_bytes: int = 0
+) -> AheadParts | None:
+    """With experts' kernels of that name. `window_us`: work between two mixtures; `cache_bytes`: missing experts of a
+    layer that are kept for good. None where the profile lacks one of the times: kernels, and pulls by copy engines."""
     engine, experts = machine.copy_engine, kernels_us(machine, of_own_tokens(sharded), kernels)
     if experts is None or engine is None:
         return None
-    num_bytes = layer_missing_bytes(sharded)
-    fetch_us = engine.latency_us + num_bytes / engine.contended_bytes_per_s * 1e6
+    num_bytes = layer_missing_bytes(sharded) - cached_bytes(sharded, cache_bytes)
+    latency_us = engine.latency_us if num_bytes else 0.0
+    fetch_us = latency_us + num_bytes / engine.contended_bytes_per_s * 1e6
     fetch = read(machine, engine.origin, fetch_us, ("copy_engine", num_bytes))
     hidden = min(fetch, experts + window_us)
     copies = copy_contention(machine)

@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from enum import Enum
 
 from typing_extensions import Buffer
@@ -480,6 +481,26 @@ def gemm(
     bias: int = 0,
 ) -> int: ...
 def gemm_unsupported(dtype: DType, n: int, k: int, device: int) -> str: ...
+
+class PullMark:
+    """A point in the work of a GPU: all that a stream had, or a pull. None is made by hand."""
+
+    @property
+    def capture(self) -> int: ...
+
+class PullStreams:
+    def __init__(self, device: int, lanes: int) -> None: ...
+    @staticmethod
+    def capture_of(current: int) -> int:
+        """Identifies the capture that a raw stream is part of; 0: none."""
+
+    def mark(self, current: int) -> PullMark: ...
+    def wait(self, current: int, mark: PullMark) -> None: ...
+    def pull(self, current: int, copies: Sequence[tuple[int, int, int]], after: Sequence[PullMark]) -> PullMark:
+        """Copies (to, from, bytes) that follow the marks; the mark of their end."""
+
+    def settle(self, marks: Sequence[PullMark]) -> None:
+        """Waits on the host."""
 
 class ExpertWeight:
     def __init__(

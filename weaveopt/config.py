@@ -130,6 +130,13 @@ OPTIONS: tuple[Option, ...] = (
         unit="a number",
     ),
     Option(
+        "expert_cache_bytes",
+        "WEAVE_EXPERT_CACHE_BYTES",
+        0,
+        "bytes of other ranks' experts that a rank keeps for good, of each layer, where it fetches experts ahead",
+        most=MOST_BYTES,
+    ),
+    Option(
         "compile_timeout_s",
         "WEAVE_COMPILE_TIMEOUT_S",
         1800.0,
@@ -176,6 +183,7 @@ class Config:
     skew: str | None = None
     batch_tokens: int = 512
     imbalance: float = 0.0
+    expert_cache_bytes: int = 0
     compile_timeout_s: float = 1800.0
     inductor: tuple[tuple[str, bool | int | float | str | None], ...] = ()
     """Options passed on to Inductor."""

@@ -1,14 +1,23 @@
 // The Python face of the experts of a mixture on GPUs. Plain C++: everything that needs CUDA's headers is declared in
-// grouped.h and routing.h.
+// grouped.h, pulls.h and routing.h.
 #include "base/bindings.h"
 
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <tuple>
+#include <vector>
+
 #include "experts/grouped.h"
+#include "experts/pulls.h"
 #include "experts/routing.h"
 #include "experts/tiles.h"
 
 namespace py = pybind11;
 
 namespace weave {
+
+constexpr int32_t kMaxLanes = 8;
 
 void bind_moe_experts(py::module_& m) {
     m.attr("EXPERT_TILE_ROWS") = py::int_(moe_experts::kTileRows);
@@ -24,7 +33,76 @@ void bind_moe_experts(py::module_& m) {
 }
 
 #ifdef WEAVE_WITH_CUDA
+namespace {
+
+using moe_experts::PulledBytes;
+using moe_experts::PullMark;
+using moe_experts::PullMarks;
+using moe_experts::PullStreams;
+
+const PullMarks& all_given(const PullMarks& marks) {
+    for (const auto& each : marks)
+        given("a mark", each);
+    return marks;
+}
+
+std::vector<PulledBytes> pulled_bytes(const std::vector<std::tuple<uintptr_t, uintptr_t, int64_t>>& copies) {
+    std::vector<PulledBytes> found;
+    for (const auto& [to, from, bytes] : copies) {
+        within("bytes", bytes, 1, kMostBytes);
+        expect_address("to", to, true);
+        expect_address("from", from, true);
+        found.push_back(
+            {reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), static_cast<std::size_t>(bytes)});
+    }
+    return found;
+}
+
+void bind_pulls(py::module_& m) {
+    py::class_<PullMark, std::shared_ptr<PullMark>>(m, "PullMark", "A point in the work of a GPU.")
+        .def_property_readonly("capture", [](const PullMark& mark) { return mark.capture; });
+    py::class_<PullStreams, std::shared_ptr<PullStreams>>(m, "PullStreams")
+        .def(py::init([](int32_t device, int32_t lanes) {
+                 within("lanes", lanes, 1, kMaxLanes);
+                 return std::make_shared<PullStreams>(device, lanes);
+             }),
+             py::arg("device"), py::arg("lanes"))
+        .def_static(
+            "capture_of", [](uintptr_t current) { return PullStreams::capture_of(reinterpret_cast<void*>(current)); },
+            py::arg("current"), "Identifies the capture that a raw stream is part of; 0: none.")
+        .def(
+            "mark",
+            [](PullStreams& streams, uintptr_t current) { return streams.mark(reinterpret_cast<void*>(current)); },
+            py::arg("current"), "All that the raw stream has.")
+        .def(
+            "wait",
+            [](PullStreams& streams, uintptr_t current, const std::shared_ptr<PullMark>& mark) {
+                streams.wait(reinterpret_cast<void*>(current), *given("mark", mark));
+            },
+            py::arg("current"), py::arg("mark"), "What the raw stream gets from here on runs after the mark.")
+        .def(
+            "pull",
+            [](PullStreams& streams, uintptr_t current,
+               const std::vector<std::tuple<uintptr_t, uintptr_t, int64_t>>& copies, const PullMarks& after) {
+                return streams.pull(reinterpret_cast<void*>(current), pulled_bytes(copies), all_given(after));
+            },
+            py::arg("current"), py::arg("copies"), py::arg("after"),
+            "Copies (to, from, bytes) by copy engines, which follow the marks; part of the capture of the raw stream "
+            "where it is part of one. The mark of their end.")
+        .def(
+            "settle",
+            [](PullStreams& streams, const PullMarks& marks) {
+                all_given(marks);
+                py::gil_scoped_release release;
+                streams.settle(marks);
+            },
+            py::arg("marks"), "Waits on the host until these have been reached; for marks outside of a capture.");
+}
+
+}  // namespace
+
 void bind_moe_experts_cuda(py::module_& m) {
+    bind_pulls(m);
     using moe_experts::Gate;
     using moe_experts::Routing;
     using moe_experts::Weight;

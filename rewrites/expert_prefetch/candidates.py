@@ -15,6 +15,7 @@ from weaveopt.cost_model.prefetch import (
     READS,
     AheadParts,
     ahead_parts,
+    cached_bytes,
     copy_contention,
     in_place_parts,
     layer_missing_bytes,
@@ -38,11 +39,10 @@ from weaveopt.wording import counted
 
 RULE = "expert_prefetch"
 COPIES = "copy_engine"
-IN_PLACE, AHEAD = PrefetchForm.IN_PLACE.value, "ahead"
-"""Forms; the word of the second is of one that this version prices on GPUs and does not run."""
+IN_PLACE, AHEAD = PrefetchForm.IN_PLACE.value, PrefetchForm.AHEAD.value
 FABRICS = (Fabric.SHM, Fabric.PEER)
 _KERNELS = {"": ExpertsKernel.TRITON, "hopper": ExpertsKernel.HOPPER}
-"""Kernels of experts by their name in a profile. Those for many rows, `wide`, are for weights that are here."""
+"""Kernels of experts by their name in a profile. Those for many rows, `wide`, are for weights in this GPU's memory."""
 _TRAINING = ("forward", "backward")
 _HALVES = ("bfloat16", "float16")
 _MOST_TOKENS = 1 << 20
@@ -57,6 +57,10 @@ class PrefetchPlan:
     form: str
     kernels: str = ExpertPrefetchCall.kernels
     few_tokens: int = 0
+    wide_tokens: int = 0
+    in_place_tokens: int = 0
+    cache_bytes: int = 0
+    """As in `ExpertPrefetchCall`."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +86,11 @@ def candidates(
         if fabric is Fabric.SHM:
             forms = [_in_shared_memory(machine, sharded)]
         else:
-            forms = [_over_link(machine, sharded, facts, node), _ahead(machine, sharded, node, context)]
+            forms = [_over_link(machine, sharded, facts, node), _ahead(machine, sharded, facts, node, context)]
         for priced in forms:
             plan, estimate = priced.plan, _estimate(machine, facts, priced) if priced.terms else None
-            reasons = (*unreachable, *against, *priced.against)
-            parameters = (("form", plan.form), *priced.parameters, *_traffic(sharded, plan.form))
+            reasons = (*unreachable, *against, *priced.against, *_against_places(facts, plan))
+            parameters = (("form", plan.form), *priced.parameters, *_traffic(sharded, plan))
             yield Candidate(RULE, fabric, plan.form, parameters, estimate, reasons), plan
 
 
@@ -94,11 +98,15 @@ def _against(facts: ExchangeFacts, context: Context) -> Iterator[Rejection]:
     if context.phase in _TRAINING:
         message = "gradients of an expert are on the rank that has it, and peers read its weights at any time"
         yield Rejection("training", message, (("phase", context.phase),))
-    if facts.world > MAX_RANGES:
-        message = f"kernels take experts from at most {counted(MAX_RANGES, 'place')}"
-        yield Rejection("too_many_places", message, (("ranks", facts.world),))
     if why := exported.refusal(facts.group):
         yield Rejection("not_shared", "the ranks could not share their experts", (("why", why),))
+
+
+def _against_places(facts: ExchangeFacts, plan: PrefetchPlan) -> Iterator[Rejection]:
+    """Experts that are fetched ahead are in a few ranges of this GPU's memory, whatever the number of ranks."""
+    if plan.form == IN_PLACE and facts.world > MAX_RANGES:
+        message = f"kernels take experts from at most {counted(MAX_RANGES, 'place')}"
+        yield Rejection("too_many_places", message, (("ranks", facts.world),))
 
 
 def _in_shared_memory(machine: Machine, sharded: ShardedMixture) -> _Priced:
@@ -112,18 +120,32 @@ def _in_shared_memory(machine: Machine, sharded: ShardedMixture) -> _Priced:
 def _over_link(machine: Machine, sharded: ShardedMixture, facts: ExchangeFacts, node: fx.Node) -> _Priced:
     """Kernels read the chosen experts of peers over the link, which nothing hides."""
     own = replace(of_own_tokens(sharded), transposed=is_transposed(node))
-    names = [name for name, kernels in _KERNELS.items() if kernels is ExpertsKernel.TRITON or not lacks_hopper()]
-    name = fastest_kernels(machine, own, names)
-    plan = PrefetchPlan(Fabric.PEER, IN_PLACE)
+    name = fastest_kernels(machine, own, _names())
+    plan = _with_kernels(PrefetchPlan(Fabric.PEER, IN_PLACE), name, own.experts, facts.choices)
     against = tuple(_against_kernels(facts))
-    if name:  # few rows are Triton's
-        few = math.ceil(LEAST_ROWS[name] * own.experts / max(facts.choices, 1)) - 1
-        plan = replace(plan, kernels=_KERNELS[name].value, few_tokens=few)
     parts = None if name is None else read_parts(machine, Fabric.PEER, sharded, name)
     if parts is None:
         return _Priced(plan, against=(*against, not_measured(machine, Fabric.PEER, READS)))
     terms = (Term("experts", parts.experts), Term("reads", parts.reads), Term("host", parts.host))
     return _Priced(plan, terms, (("kernels", plan.kernels), ("exposed_us", round(parts.reads, 1))), against)
+
+
+def _names() -> tuple[str, ...]:
+    """Names of the kernels that run on this host's GPUs, if it has some."""
+    return tuple(name for name, kernels in _KERNELS.items() if kernels is ExpertsKernel.TRITON or not lacks_hopper())
+
+
+def _with_kernels(plan: PrefetchPlan, name: str | None, experts: int, choices: int) -> PrefetchPlan:
+    """`plan` with the kernels of that name, and others for token counts that give experts too few rows for them."""
+    if not name:  # few rows are Triton's
+        return plan
+
+    def least_tokens(kernels: str) -> int:
+        return math.ceil(LEAST_ROWS[kernels] * experts / max(choices, 1))
+
+    below = "hopper" if name == WIDE else name
+    wide = least_tokens(WIDE) if name == WIDE else 0
+    return replace(plan, kernels=_KERNELS[below].value, few_tokens=least_tokens(below) - 1, wide_tokens=wide)
 
 
 def _against_kernels(facts: ExchangeFacts) -> Iterator[Rejection]:
@@ -133,34 +155,60 @@ def _against_kernels(facts: ExchangeFacts) -> Iterator[Rejection]:
         yield Rejection("triton_missing", "Triton, which compiles the kernels, is not installed")
 
 
-def _ahead(machine: Machine, sharded: ShardedMixture, node: fx.Node, context: Context) -> _Priced:
-    plan = PrefetchPlan(Fabric.PEER, AHEAD)
-    message = "this version has no pulls by copy engines: it prices them"
-    against: tuple[Rejection, ...] = (Rejection("not_supported", message, (("form", AHEAD),)),)
-    transposed = is_transposed(node)
+def _ahead(machine: Machine, sharded: ShardedMixture, facts: ExchangeFacts, node: fx.Node, context: Context) -> _Priced:
+    """Copy engines pull all experts that a rank lacks, a layer ahead; the kernels find all of them here."""
+    against = tuple(_against_kernels(facts))
+    transposed, cache_bytes = is_transposed(node), context.config.expert_cache_bytes
     window = window_of(node, context.topologies)
+    names = (*_names(), *(() if lacks_hopper() else (WIDE,)))
+
+    def asked_for(tokens: int) -> ShardedMixture:
+        return replace(sharded, of_rank=replace(sharded.of_rank, tokens=tokens, transposed=transposed))
 
     def parts_of(tokens: int) -> AheadParts | None:
-        of_rank = replace(sharded.of_rank, tokens=tokens, transposed=transposed)
-        asked = replace(sharded, of_rank=of_rank)
-        kernels = fastest_kernels(machine, of_own_tokens(asked), (*_KERNELS, WIDE))
-        return None if kernels is None else ahead_parts(machine, asked, kernels, window.us(machine, tokens))
+        asked = asked_for(tokens)
+        kernels = fastest_kernels(machine, of_own_tokens(asked), names)
+        if kernels is None:
+            return None
+        return ahead_parts(machine, asked, kernels, window.us(machine, tokens), cache_bytes)
 
-    parts = parts_of(sharded.of_rank.tokens)
+    def beats_in_place(tokens: int) -> bool:
+        """True also where the profile does not say how long reads in place take."""
+        ahead, asked = parts_of(tokens), asked_for(tokens)
+        kernels = fastest_kernels(machine, of_own_tokens(asked), _names())
+        read = None if kernels is None else read_parts(machine, Fabric.PEER, asked, kernels)
+        if ahead is None or read is None:
+            return True
+        return ahead.experts + ahead.contention + ahead.exposed <= read.experts + read.reads
+
+    tokens = sharded.of_rank.tokens
+    own = of_own_tokens(asked_for(tokens))
+    plan = PrefetchPlan(Fabric.PEER, AHEAD, cache_bytes=cache_bytes)
+    plan = _with_kernels(plan, fastest_kernels(machine, own, names), own.experts, facts.choices)
+    parts = parts_of(tokens)
     if parts is None or copy_contention(machine) is None:
         against = (*against, not_measured(machine, Fabric.PEER, COPIES))
     if parts is None:
         return _Priced(plan, against=against)
+    plan = replace(plan, in_place_tokens=(least_hiding(beats_in_place) or 1) - 1)
     terms = (
         Term("experts", parts.experts + parts.contention),
         Term("fetch", parts.fetch),
         Term("hidden", -parts.hidden),
         Term("host", parts.host),
     )
+    kept = cached_bytes(sharded, cache_bytes)
+    fetched = layer_missing_bytes(sharded) - kept
     found: Values = (
-        ("window_us", round(window.us(machine, sharded.of_rank.tokens), 1)),
+        ("kernels", ExpertsKernel.WIDE.value if plan.wide_tokens else plan.kernels),
+        ("in_place_tokens", plan.in_place_tokens),
+        ("window_us", round(window.us(machine, tokens), 1)),
         ("fetch_us", round(parts.fetch, 1)),
+        ("hidden_us", round(parts.hidden, 1)),
         ("exposed_us", round(parts.exposed, 1)),
+        ("slot_bytes", 2 * fetched),
+        ("first_layer_bytes", fetched),
+        ("cache_bytes", kept),
     )
     least = least_hiding(lambda tokens: (each := parts_of(tokens)) is not None and each.exposed <= 0.0)
     if least is not None:
@@ -179,9 +227,11 @@ def least_hiding(hides: Callable[[int], bool]) -> int | None:
     return high
 
 
-def _traffic(sharded: ShardedMixture, form: str) -> Values:
+def _traffic(sharded: ShardedMixture, plan: PrefetchPlan) -> Values:
     """Bytes that a rank gets from others in one layer: by tokens, had those moved, and by weights."""
-    moved = missing_bytes(sharded) if form == IN_PLACE else layer_missing_bytes(sharded)
+    moved = missing_bytes(sharded)
+    if plan.form == AHEAD:
+        moved = layer_missing_bytes(sharded) - cached_bytes(sharded, plan.cache_bytes)
     return (("bytes_by_tokens", sharded.wire_bytes), ("bytes_by_weights", moved))
 
 

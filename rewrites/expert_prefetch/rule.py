@@ -13,8 +13,9 @@ which it reads in their memory. No rank is the busiest and none waits, so it pay
 tokens, in the number of calls. Where they do not, every rank reads all experts for what others would have read a part
 of, and exchanging tokens, which another rule does at the same sites, is the faster.
 
-Weights are shared when the graph is bound (`weaveopt/fabrics/exported.py`), and the experts' kernels read them in
-place. On GPUs copy engines would pull them a layer ahead, which is priced here and not there yet.
+Weights are shared when the graph is bound (`weaveopt/fabrics/exported.py`). The experts' kernels read them in place, or
+on GPUs copy engines pull them a layer ahead: one operation a layer waits for its own experts, computes, and enqueues
+the pull for the layer after next, so there is nothing in the graph that Inductor could move.
 """
 
 from __future__ import annotations
@@ -75,7 +76,28 @@ def _call(node: fx.Node, facts: ExchangeFacts, plan: PrefetchPlan, site: str) ->
     given = decode(ExpertExchangeCall, text)
     shared = {field.name: getattr(given, field.name) for field in fields(SpreadExpertsCall)}
     shared |= {"fabric": plan.fabric, "choices": facts.choices, "site": site or given.site}
-    return ExpertPrefetchCall(**shared, form=plan.form, kernels=plan.kernels, few_tokens=plan.few_tokens)
+    chosen = {field.name: getattr(plan, field.name) for field in fields(PrefetchPlan) if field.name != "fabric"}
+    return ExpertPrefetchCall(**shared, **chosen, last=not _is_read_again(node))
+
+
+def _is_read_again(node: fx.Node) -> bool:
+    """True if a later mixture of the graph has the same weights, as the other half of a batch has."""
+    weight, each = _stored(node.args[3]), node.next
+    while each.op != "root":
+        if each.target in _MIXTURES and _stored(each.args[3]) is weight:
+            return True
+        each = each.next
+    return False
+
+
+_MIXTURES = (torch.ops.weave.expert_exchange.default, torch.ops.weave.expert_prefetch.default)
+
+
+def _stored(weight: object) -> object:
+    """The graph's input that a weight is, or is a view of."""
+    while isinstance(weight, fx.Node) and weight.op == "call_function" and weight.args:
+        weight = weight.args[0]
+    return weight
 
 
 def _site(found: FoundSite) -> tuple[ExchangeFacts, fx.Node]:

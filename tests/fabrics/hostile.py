@@ -132,6 +132,7 @@ class World:
             ("Connections", "index"): 1, ("AllReduceNormOfHosts", "ranks"): [[0]],
             ("AllReduceNormOfHosts", "table"): [(8, native.HostExchange.one_shot)], ("ShardedMixture", "last"): 1,
             ("ExpertWeight", "experts"): 2, ("ExpertWeight", "rows"): 16, ("StreamCrossing", "current"): 0,
+            ("PullStreams", "current"): 0,
             ("Connections", "socket"): -1, ("Process", "identity"): native.process_identity(1) or "a:1:1:1:1",
         }  # fmt: skip
         if (callee.owner, name) in special:
@@ -219,7 +220,8 @@ STATES = ((), ("enter",), ("enter", "dispatch"), ("enter", "dispatch", "collect"
 
 def needs_gpu(owner: str) -> bool:
     """True for classes whose objects can be made on a host with a GPU only, where there is none."""
-    return (owner in ("PeerGroup", "SideStream", "StreamCrossing") or owner.startswith("Gpu")) and not HAS_GPU
+    on_device = owner in ("PeerGroup", "PullStreams", "SideStream", "StreamCrossing") or owner.startswith("Gpu")
+    return on_device and not HAS_GPU
 
 
 def _receiver(world: World, callee: Callee, steps: tuple[str, ...]) -> object | None:

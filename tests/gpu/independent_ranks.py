@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,11 +22,14 @@ from tests.gpu.profiles import with_curves, written_once
 from tests.graphs.sharded_models import ids_of
 from weaveopt import cost_model
 from weaveopt.config import OptionValue
-from weaveopt.cost_model.machine import Curve, Point
+from weaveopt.cost_model.machine import CopyContention, Curve, Point
 from weaveopt.cost_model.prefetch import IN_PLACE, READS
+from weaveopt.fabrics import exported
+from weaveopt.integrations.transformers.expert_exchange import LAYERS
+from weaveopt.ops.experts.prefetch.call import PrefetchForm
 from weaveopt.records.candidate import Fabric
 
-RULE = "expert_prefetch"
+RULE, AHEAD = "expert_prefetch", PrefetchForm.AHEAD.value
 TOKENS = (40, 3, 90, 40, 700)
 CALLS_MORE = 4
 """Calls that a rank makes more than the one before it."""
@@ -33,13 +37,18 @@ READ_BYTES_PER_US = 320e3
 """Rate of the made-up profile, by which the rule may be forced; the times are not this host's."""
 
 
-def profile_with_reads() -> str:
+def made_up_profile(form: str) -> str:
+    """A profile by which the form is the only one that may be forced."""
     machine = cost_model.load("h100x2")
+    if form == AHEAD:
+        assert machine.contention is not None
+        contention = replace(machine.contention, copies=CopyContention(1.05, 1.0))
+        return written_once(replace(machine, name="with_pulls", contention=contention))
     points = tuple(Point(1 << power, 20.0 + (1 << power) / READ_BYTES_PER_US) for power in range(18, 31, 3))
     return written_once(with_curves(machine, "with_reads", [Curve(machine.origins[0][0], READS, IN_PLACE, 2, points)]))
 
 
-def compare(folder: Path, device: str, cuda_graphs: bool) -> None:
+def compare(folder: Path, device: str, cuda_graphs: bool, form: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     name = str(folder / mixtral().name)
     parallel = weaveopt.DataParallelExperts(world, independent=True)
@@ -49,7 +58,7 @@ def compare(folder: Path, device: str, cuda_graphs: bool) -> None:
     weaveopt.share_experts(model)
     options: dict[str, OptionValue] = {"force": [RULE], "strict": True, "timeout_s": 60.0}
     if device == "cuda":
-        options.update(machine=profile_with_reads(), cuda_graphs=cuda_graphs)
+        options.update(machine=made_up_profile(form), cuda_graphs=cuda_graphs)
     compiled = torch.compile(model, backend="weave", fullgraph=True, options=options)
     for at, tokens in enumerate(TOKENS[: len(TOKENS) if rank else 2]):
         # Thrice: a CUDA graph is recorded in the second call and replayed in the third.
@@ -60,10 +69,20 @@ def compare(folder: Path, device: str, cuda_graphs: bool) -> None:
     decisions = exchanges(compiled)
     fabric = Fabric.PEER if device == "cuda" else Fabric.SHM
     chosen = {(each.chosen.choice, each.chosen.fabric, each.chosen.variant) for each in decisions}
-    assert decisions and chosen == {(RULE, fabric, IN_PLACE)}, decisions
+    assert decisions and chosen == {(RULE, fabric, form)}, decisions
+    if form == AHEAD:
+        attached = [each for layer in layers_of(model) for each in layer.attached.values()]
+        assert attached and all(attached), "experts were read in place"
+
+
+def layers_of(model: torch.nn.Module) -> list[exported.SharedLayer]:
+    modules = set(model.modules())
+    layers = [each for each in LAYERS if each.experts in modules]
+    return [exported.shared_layer(each.group, each.exported()[0])[0] for each in layers]
 
 
 def main() -> None:
+    form = sys.argv[1] if sys.argv[1:] else IN_PLACE
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -77,7 +96,7 @@ def main() -> None:
     with torch.no_grad():
         for cuda_graphs in (False, True) if device == "cuda" else (False,):
             torch._dynamo.reset()
-            compare(folder, device, cuda_graphs)
+            compare(folder, device, cuda_graphs, form)
             dist.barrier()  # peers may still read this rank's experts
     print(f"rank {dist.get_rank()}: independent ranks agree", flush=True)
     sys.stdout.flush()

@@ -45,11 +45,11 @@ KERNELS = (ExpertsKernel.TRITON, ExpertsKernel.HOPPER)
 class Layer:
     """One rank's experts as an exporter, stored as parameters are: transposed ones as `[experts, in, out]`."""
 
-    def __init__(self, case: Case, place: Place) -> None:
+    def __init__(self, case: Case, place: Place, model: object = None) -> None:
         self.case, self.group = case, place.group
         self.owned = [None if each is None else stored(each) for each in case.operands]
         self.before = [None if each is None else each.clone() for each in self.owned]
-        exported.register(place.group, self)
+        exported.register(place.group, self, model)
 
     def exported(self) -> tuple[Tensor, ...]:
         return tuple(each for each in self.owned if each is not None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,10 +11,10 @@ import torch
 
 from weaveopt import cost_model
 from weaveopt.cost_model.collectives import fabric_costs
-from weaveopt.cost_model.machine import ContentionRow, Curve, KernelCurve, Point, SizePoint
+from weaveopt.cost_model.machine import ContentionRow, CopyContention, Curve, KernelCurve, Point, SizePoint
 from weaveopt.measure.cases import FAMILIES, name_of
 from weaveopt.measure.cases.collectives import Collectives
-from weaveopt.measure.cases.copies import Copies
+from weaveopt.measure.cases.copies import Copies, MeasuredCopies
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.cases.gemm import Gemms, shared_out
 from weaveopt.measure.cases.gemm_comm.all_gather import AllGathers, PushedGathers
@@ -136,7 +136,8 @@ def test_what_is_measured_between_gpus_tells_its_range() -> None:
             (Algorithm.TWO_SHOT, Transfer.BULK, 8),
         )
     }
-    machine = written(PeerKernels(every), StreamContention([ContentionRow(8, 1.1, 1.2)]), Copies((5.5, 4e11, 5e11)))
+    copies = Copies(MeasuredCopies(5.5, 4e11, 5e11, 1.0623))
+    machine = written(PeerKernels(every), StreamContention([ContentionRow(8, 1.1, 1.2)]), copies)
     curves = fabric_costs(machine, Fabric.PEER).curves
     assert list(curves) == sorted(curves, key=curve_order)
     assert [(c.variant, c.first_bytes, c.last_bytes) for c in curves if c.row == 2048] == [
@@ -149,6 +150,16 @@ def test_what_is_measured_between_gpus_tells_its_range() -> None:
     assert (machine.contention.rows, machine.contention.library_ctas) == ((ContentionRow(8, 1.1, 1.2),), 24)
     assert machine.copy_engine is not None
     assert machine.copy_engine.contended_bytes_per_s == machine.copy_engine.bytes_per_s == 4e11
+    assert machine.contention.copies == CopyContention(1.062, 1.0)
+
+
+def test_slowdown_by_copies_joins_the_contention_of_the_profile_that_is_renewed() -> None:
+    before = cost_model.load("h100x2")
+    draft = Draft(torch.device("cpu"), 2, before)
+    Copies(MeasuredCopies(5.5, 4e11, 2e11, 1.1)).write(draft)
+    assert before.contention is not None and draft.contention == replace(
+        before.contention, copies=CopyContention(1.1, 2.0)
+    )
 
 
 def test_contention_with_the_library_is_the_row_of_its_ctas() -> None:

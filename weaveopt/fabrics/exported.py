@@ -60,11 +60,21 @@ def unsupported(fabric: Fabric) -> Rejection | None:
     return Rejection("not_supported", message, (("fabric", fabric.value),))
 
 
-@dataclass
-class _Layer:
+class Attachment(Protocol):
+    """Copies of peers' weights that a reader keeps of a model."""
+
+    def close(self) -> None:
+        """Called before the mappings that they were copied from go, and their own memory with them."""
+        ...
+
+
+@dataclass(eq=False)
+class SharedLayer:
     """One registered layer."""
 
     exporter: weakref.ReferenceType[Exporter]
+    model: object
+    """Object that the layers of one model have in common."""
     addresses: tuple[int, ...] = ()
     """Addresses of this rank's tensors when they were shared; none before."""
     places: tuple[tuple[Tensor, ...], ...] = ()
@@ -73,6 +83,8 @@ class _Layer:
     """All ranks' parts in one tensor, by position of the tensor, where they were asked for so."""
     kept: object = None
     """Owner of the mappings of the peers' parts."""
+    attached: dict[object, Attachment | None] = field(default_factory=dict)
+    """Copies that readers keep of the layer's model, by a key of theirs; None: they tried."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         exporter = self.exporter()
@@ -92,13 +104,23 @@ class _Exports:
     """Registered layers of one process group."""
 
     process_group: weakref.ReferenceType[dist.ProcessGroup]
-    layers: list[_Layer] = field(default_factory=list)
-    by_address: dict[int, tuple[_Layer, int]] = field(default_factory=dict)
+    layers: list[SharedLayer] = field(default_factory=list)
+    by_address: dict[int, tuple[SharedLayer, int]] = field(default_factory=dict)
     refused: str = ""
     """Why the weights could not be shared, the same on all ranks."""
 
-    def forget(self, layer: _Layer) -> None:
-        """Drop the mappings of a layer, before its addresses can be those of other tensors."""
+    def layers_with(self, layer: SharedLayer) -> list[SharedLayer]:
+        """Layers of its model, in order."""
+        return [each for each in self.layers if each.model is layer.model]
+
+    def forget(self, layer: SharedLayer) -> None:
+        """Drop the mappings of a layer, before its addresses can be those of other tensors, and copies of its model."""
+        for each in self.layers_with(layer):
+            for attachment in each.attached.values():
+                if attachment is not None:
+                    attachment.close()
+        for each in self.layers_with(layer):
+            each.attached.clear()
         for address in layer.addresses:
             self.by_address.pop(address, None)
         layer.addresses, layer.places, layer.kept = (), (), None
@@ -121,10 +143,13 @@ def _close(exports: _Exports) -> None:
         exports.forget(layer)
 
 
-def register(group_name: str, exporter: Exporter) -> None:
-    """Add a layer of the group, in the same order on all ranks. Nothing is moved before `share`."""
+def register(group_name: str, exporter: Exporter, model: object = None) -> None:
+    """Add a layer of the group, in the same order on all ranks. Nothing is moved before `share`.
+
+    `model` is one object for all layers of a model, which are called in this order; None: the layer is called alone.
+    """
     exports = _of(group_name)
-    layer = _Layer(weakref.ref(exporter))
+    layer = SharedLayer(weakref.ref(exporter), object() if model is None else model)
     exports.layers.append(layer)
     weakref.finalize(exporter, exports.forget, layer).atexit = False
 
@@ -180,19 +205,29 @@ def places(group_name: str, tensor: Tensor) -> tuple[Tensor, ...]:
     )
 
 
+def shared_layer(group_name: str, tensor: Tensor) -> tuple[SharedLayer, int]:
+    """The layer of what is `tensor` on this rank, and which of the layer's tensors it is. Raises as `places`."""
+    return _found(group_name, tensor)
+
+
+def model_layers(group_name: str, layer: SharedLayer) -> list[SharedLayer]:
+    """Layers of the same model that were shared, in the order in which they are called."""
+    return [each for each in _of(group_name).layers_with(layer) if each.addresses]
+
+
 def whole(group_name: str, tensor: Tensor) -> Tensor:
     """All ranks' parts in one tensor, copied once: for small ones. Raises as `places`."""
     return _whole(*_found(group_name, tensor))
 
 
-def _whole(layer: _Layer, position: int) -> Tensor:
+def _whole(layer: SharedLayer, position: int) -> Tensor:
     if position not in layer.copies:
         with lasting_tensors():
             layer.copies[position] = torch.cat(layer.places[position])
     return layer.copies[position]
 
 
-def _found(group_name: str, tensor: Tensor) -> tuple[_Layer, int]:
+def _found(group_name: str, tensor: Tensor) -> tuple[SharedLayer, int]:
     exports = _of(group_name)
     found = exports.by_address.get(tensor.data_ptr())
     if found is not None:

@@ -54,7 +54,7 @@ class ExpertExchange(EPImplementation):
             for dtype in _DTYPES
         }
         self._slice = (tp_mesh.get_group().group_name, tp_mesh.size(), tp_mesh.get_local_rank())
-        exported.register(group, self)
+        exported.register(group, self, ep_mesh)  # one object for all layers of a model
         LAYERS.add(self)
 
     def exported(self) -> tuple[Tensor, ...]:

@@ -15,6 +15,8 @@ class PrefetchForm(StrEnum):
 
     IN_PLACE = "in_place"
     """Kernels read the chosen ones where they are stored."""
+    AHEAD = "ahead"
+    """Copy engines pull all of them, a layer ahead."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,22 @@ class ExpertPrefetchCall(SpreadExpertsCall):
     """The experts' kernels on GPUs, a word of `ExpertsKernel`."""
     few_tokens: int = 0
     """Largest token count of a rank for which Triton's kernels run, whatever `kernels` are."""
+    wide_tokens: int = 0
+    """Least token count of a rank for which `ExpertsKernel.WIDE` runs instead; 0: none."""
+    in_place_tokens: int = 0
+    """Largest token count of a rank for which form `ahead` reads in place: few tokens choose few experts."""
+    cache_bytes: int = 0
+    """Bytes of other ranks' experts that form `ahead` keeps for good, of each layer."""
+    last: bool = True
+    """True if no later call of its graph reads the same weights, so that their slot may be filled anew."""
 
 
 @cache
 def experts_call(call: ExpertPrefetchCall) -> ExpertsCall:
     """Call of the experts' kernels, which have the weights of all ranks."""
-    act, few = call.act, call.few_tokens
+    act, few, many = call.act, call.few_tokens, call.wide_tokens
     table = ((few, ExpertsKernel.TRITON.value),) if few else ()
-    return ExpertsCall(act.name, act.gated, act.interleaved, act.alpha, act.limit, call.kernels, table)
+    kernels = call.kernels
+    if many and many - 1 > few:
+        table, kernels = (*table, (many - 1, kernels)), ExpertsKernel.WIDE.value
+    return ExpertsCall(act.name, act.gated, act.interleaved, act.alpha, act.limit, kernels, table)

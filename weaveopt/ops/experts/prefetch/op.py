@@ -15,7 +15,9 @@ dtype, bitwise the same from call to call and whatever the other ranks do.
 The operation is pure and waits for nobody: a rank that is stopped, or was killed, is still read (DWDP, section 2).
 Form `in_place`: the kernels of `weave::moe_experts.ranges` take one range of experts for each rank (section 4.2, no
 merge copy), and read only experts that were chosen; CPU ranks in shared memory, GPUs over the link, once for each tile
-of an expert's rows. On GPUs nothing waits for the device, and a CUDA graph may hold the call.
+of an expert's rows. Form `ahead`, on GPUs, for more than `in_place_tokens` tokens: copy engines pull all experts that
+the rank lacks a layer ahead, into slots, and the kernels take ranges of this GPU's memory (`ahead.py`). A model's first
+call waits for what is kept for good; otherwise nothing waits for the device, and a CUDA graph may hold the call.
 
 Raises `ExportError` if a weight was not shared, or its storage is another one since; `WeaveError` for operands that do
 not fit together, and in its derivative: peers read the weights at any time, so nobody may train them.
@@ -23,6 +25,7 @@ not fit together, and in its derivative: peers read the weights at any time, so 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -34,7 +37,8 @@ from weaveopt.ops.experts.exchange.call import check
 from weaveopt.ops.experts.exchange.pulled import no_derivative
 from weaveopt.ops.experts.expert_ranges import joined
 from weaveopt.ops.experts.op import compute
-from weaveopt.ops.experts.prefetch.call import ExpertPrefetchCall, experts_call
+from weaveopt.ops.experts.prefetch.ahead import Weights, reading
+from weaveopt.ops.experts.prefetch.call import ExpertPrefetchCall, PrefetchForm, experts_call
 from weaveopt.ops.experts.shapes import ARGUMENTS, TAGS, ExpertOperands, traced_result
 
 Tensor = torch.Tensor
@@ -54,17 +58,21 @@ def _run(
     decoded = decode(ExpertPrefetchCall, call)
     group = decoded.group
     check(x, experts, weights, ExpertWeights(gate_up, gate_up_bias, down, down_bias), decoded)
-    with torch._C._AutoDispatchBelowAutograd():
-        operands = ExpertOperands(
-            x,
-            experts,
-            weights if weights.dtype is x.dtype else weights.float(),
-            joined(exported.places(group, gate_up)),
-            None if gate_up_bias is None else exported.whole(group, gate_up_bias),
-            joined(exported.places(group, down)),
-            None if down_bias is None else exported.whole(group, down_bias),
-        )
+    biases = [None if each is None else exported.whole(group, each) for each in (gate_up_bias, down_bias)]
+    with torch._C._AutoDispatchBelowAutograd(), _reading(x, gate_up, down, decoded) as read:
+        first, second = read or (joined(exported.places(group, each)) for each in (gate_up, down))
+        factors = weights if weights.dtype is x.dtype else weights.float()
+        operands = ExpertOperands(x, experts, factors, first, biases[0], second, biases[1])
         return compute(operands, experts_call(decoded))
+
+
+def _reading(
+    x: Tensor, gate_up: Tensor, down: Tensor, call: ExpertPrefetchCall
+) -> AbstractContextManager[Weights | None]:
+    """Experts that are fetched ahead, as long as kernels that read them are launched; None: they are read in place."""
+    if call.form == PrefetchForm.AHEAD and x.is_cuda and len(x) > call.in_place_tokens:
+        return reading(gate_up, down, call)
+    return nullcontext()
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
