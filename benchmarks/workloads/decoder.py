@@ -100,16 +100,19 @@ SHAPES = {
 }  # fmt: skip
 
 
-def make(place: Place, shape: Shape, layers: int) -> PreTrainedModel:
-    """The layers, made on the device and then sharded: every rank draws the same weights and keeps its part."""
+def make(place: Place, shape: Shape, layers: int, placement: DistributedConfig | None = None) -> PreTrainedModel:
+    """The layers, made on the device and then sharded: every rank draws the same weights and keeps its part.
+
+    `placement`: how, if not by tensor parallelism.
+    """
     from transformers.initialization import no_init_weights
 
     config: PretrainedConfig = CONFIG_MAPPING[shape.config](
         **shape.settings, num_hidden_layers=layers, vocab_size=32768, max_position_embeddings=16384
     )
     model_class = AutoModelForCausalLM._model_mapping[type(config)]
-    plan = None
-    if place.world > 1:
+    plan = placement
+    if plan is None and place.world > 1:
         experts = {} if shape.tensor_parallel else {"ep_size": place.world}
         plan = DistributedConfig(tp_size=place.world, **experts)
     distributed, _, mesh = model_class.prepare_distribute_model(plan) if plan else (None, None, None)
