@@ -16,7 +16,7 @@ import torch.fx as fx
 from weaveopt import debug
 from weaveopt.autotune.candidate_run import Make
 from weaveopt.autotune.tune import tune
-from weaveopt.autotune.verify import verify
+from weaveopt.autotune.verify import Verification
 from weaveopt.config import Config, OptionValue, resolve
 from weaveopt.errors import WeaveError
 from weaveopt.inductor import seams
@@ -57,7 +57,7 @@ def _regime(c: Compilation, v: VariantState) -> VariantState:
 
 
 def _choose(c: Compilation) -> Compilation:
-    chosen = choose(c.decided, c.refused, c.regimes, c.context)
+    chosen = choose(c.decided, c.refused, c.regimes, c.context, c.timed)
     return replace(c, chosen=chosen, sensitivity=sensitivities(chosen.best, c.context) if c.asks_sensitivity else ())
 
 
@@ -79,6 +79,7 @@ DECIDE = (
     *OF_A_GRAPH,
     Step("variants", lambda c: c.with_variants(variants(made(c.variants[0].decided), c.rules, c.context))),
     *of_variants((RECOGNIZE, *OF_A_GRAPH)),
+    Step("time variants", lambda c: c.with_timed_variants(), is_asked=lambda c: c.time is not None),
     Step("choose", _choose),
     Step("plan", lambda c: replace(c, planned=plan(made(c.best), c.rules, c.context))),
 )  # fmt: skip
@@ -133,9 +134,8 @@ def optimize(
     rules: RuleSet = RULES, make: Make = seams.compile_alone,
 ) -> Compilation:  # fmt: skip
     """All steps on one graph; `module` gets the rewritten graph, if any. `make` compiles what `verify` times."""
-    time = (lambda priced, context: verify(priced, rules, context, make)) if config.verify else None
-    start = Compilation(module, inputs, config, rules, graph_pass, time=time)
-    done = run(DECIDE, start, debug.log_step)
+    asked = Verification(rules, make) if config.verify else None
+    done = run(DECIDE, Compilation(module, inputs, config, rules, graph_pass, time=asked), debug.log_step)
     try:
         done = run(TOGETHER, done, debug.log_step)
     finally:

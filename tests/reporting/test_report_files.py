@@ -10,7 +10,7 @@ import pytest
 
 from tests.graphs.nonempty import some
 from weaveopt.errors import WeaveError
-from weaveopt.records.candidate import Estimate, Fabric, Rejection, Scalar, TableRow, Term
+from weaveopt.records.candidate import Estimate, Fabric, Measured, Rejection, Scalar, TableRow, Term
 from weaveopt.records.memory import Channel, Lifetime, PlacedBuffer
 from weaveopt.records.report import ChoiceRange, Regime, Report, Sensitivity, Variant, WorkFailure
 from weaveopt.records.site import TokenCounts
@@ -194,7 +194,18 @@ def test_variants_and_regimes_survive(report: Report) -> None:
     slower = Rejection("no_saving", "the predicted saving does not exceed the model's own error", (("error_us", 2.5),))
     variants = (
         Variant("captured", "", 10.0, 8.0),
-        Variant("halves", "split", 9.5, None, (slower,), (("cut", "4 + 4"),), 1.5, 12.5, added_us=0.5),
+        Variant(
+            "halves",
+            "split",
+            9.5,
+            None,
+            (slower,),
+            (("cut", "4 + 4"),),
+            1.5,
+            12.5,
+            added_us=0.5,
+            measured=Measured(9.1, 0.02),
+        ),
         Variant("x", "y"),
     )
     graph = replace(
@@ -206,6 +217,7 @@ def test_variants_and_regimes_survive(report: Report) -> None:
     assert document["variants"][1] == {  # type: ignore[index]
         "name": "halves", "rule": "split", "unfused_us": 9.5, "predicted_us": None, "exposed_us": 1.5,
         "unfused_steady_us": 12.5, "steady_us": None, "added_us": 0.5, "parameters": {"cut": "4 + 4"},
+        "measured": {"us": 9.1, "relative_error": 0.02},
         "rejected": [{"code": slower.code, "message": slower.message, "values": {"error_us": 2.5}}],
     }  # fmt: skip
     assert document["schedule"][1] == {  # type: ignore[index]

@@ -99,7 +99,7 @@ def _sets(part: GraphPart) -> tuple[list[torch.Tensor], ...]:
 def _rewritten(
     priced: PricedGraph, index: int, position: int, rules: RuleSet, context: Context, sizes: HintedSizes
 ) -> tuple[GraphPart, tuple[MemoryPlan, ...]]:
-    captured = replace(priced.captured, graph=_copy(priced.captured.graph))
+    captured = replace(priced.captured, graph=copied(priced.captured.graph))
     every = recognize(captured, rules, context)
     if [each.site.id for each in every] != [each.site.id for each in priced.frame.sites]:
         raise NotTimedError("a copy of the graph has other sites")
@@ -115,7 +115,8 @@ def _rewritten(
     return part_of(captured.graph, outside, readers, sizes), planned.plans
 
 
-def _copy(original: fx.Graph) -> fx.Graph:
+def copied(original: fx.Graph) -> fx.Graph:
+    """A copy whose nodes have the names and values of the original's."""
     graph = fx.Graph()
     output = graph.graph_copy(original, val_map={}, return_output_node=True)
     assert isinstance(output, tuple)

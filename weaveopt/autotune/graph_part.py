@@ -64,12 +64,17 @@ class GraphPart:
         return sum(_storage(value, self.sizes) * value.dtype.itemsize for value in self.inputs)
 
     def real_inputs(self) -> list[torch.Tensor]:
-        """Make random inputs of their shapes, strides, dtypes and devices. torch's own generators are not touched."""
+        """Make inputs of their shapes, strides, dtypes and devices: random numbers; of whole numbers zeros, of flags
+        ones. torch's own generators are not touched."""
         made = []
         for value in self.inputs:
-            generator = torch.Generator(value.device).manual_seed(SEED)
-            flat = torch.empty(_storage(value, self.sizes), device=value.device)
-            flat = flat.normal_(std=SCALE, generator=generator).to(value.dtype)
+            storage = _storage(value, self.sizes)
+            if value.dtype.is_floating_point:
+                generator = torch.Generator(value.device).manual_seed(SEED)
+                flat = torch.empty(storage, device=value.device)
+                flat = flat.normal_(std=SCALE, generator=generator).to(value.dtype)
+            else:
+                flat = torch.full((storage,), value.dtype is torch.bool, dtype=value.dtype, device=value.device)
             shape, strides = (_numbers(each, self.sizes) for each in (value.shape, value.stride()))
             made.append(flat.as_strided(shape, strides))
         return made
@@ -117,6 +122,32 @@ def part_of(graph: fx.Graph, outside: frozenset[fx.Node], readers: Sequence[fx.N
             values[node] = part.node_copy(node, values.__getitem__)
     part.output(tuple(each for each in map(values.__getitem__, results) if isinstance(each, fx.Node)))
     return GraphPart(fx.GraphModule(torch.nn.Module(), part), tuple(inputs), sizes)
+
+
+def whole_of(graph: fx.Graph, sizes: HintedSizes) -> GraphPart:
+    """Copy a whole graph, numbers as constants, to be called with all of its tensors.
+
+    Raises `NotTimedError` where it reads anything else.
+    """
+    whole = fx.Graph()
+    values: dict[fx.Node, fx.Node | float] = {}
+    inputs = []
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "output" and _is_number(node):
+            values[node] = sizes.number(value)
+        elif node.op == "placeholder":
+            if not isinstance(value, torch.Tensor):
+                raise NotTimedError(f"it reads a {type(value).__name__}")
+            values[node] = whole.placeholder(node.name)
+            inputs.append(value)
+        elif node.op == "output":
+            results = [each for each in map(values.__getitem__, node.all_input_nodes) if isinstance(each, fx.Node)]
+            whole.output(tuple(results))
+        else:
+            values[node] = whole.node_copy(node, values.__getitem__)
+    root = graph.owning_module
+    return GraphPart(fx.GraphModule(torch.nn.Module() if root is None else root, whole), tuple(inputs), sizes)
 
 
 def _is_number(node: fx.Node) -> bool:

@@ -20,7 +20,7 @@ from weaveopt.graph.facts import groups_in
 from weaveopt.inductor.seams import GraphPass
 from weaveopt.pipeline.agree import EMPTY, Agreed
 from weaveopt.pipeline.bind import compiling, shared_reason, unrewritten
-from weaveopt.pipeline.choose import ChosenGraph
+from weaveopt.pipeline.choose import ChosenGraph, TimedGraphs
 from weaveopt.pipeline.context import GraphContext, Known
 from weaveopt.pipeline.decide import DecidedGraph
 from weaveopt.pipeline.plan import Planned
@@ -76,7 +76,12 @@ class TimedGraph(Protocol):
         ...
 
 
-Timing = Callable[[PricedGraph, Context], TimedGraph]
+class Timing(Protocol):
+    """The option `verify`: candidates of a graph's sites, and decided graphs, timed on the ranks."""
+
+    def sites(self, priced: PricedGraph, context: Context) -> TimedGraph: ...
+
+    def graphs(self, decided: Sequence[DecidedGraph], context: Context) -> TimedGraphs: ...
 
 
 class Tunes(Enum):
@@ -105,7 +110,7 @@ class VariantState:
 
     def verified(self, time: Timing | None, context: Context) -> VariantState:
         """The variant with measured times."""
-        found = made(time)(made(self.priced), context)
+        found = made(time).sites(made(self.priced), context)
         return replace(self, priced=found.priced, timed=found.lines)
 
     @property
@@ -130,7 +135,7 @@ class Compilation:
     known: Known | None = None
     """Set by `preview` alone."""
     time: Timing | None = None
-    """Times candidates on the ranks, with the option `verify`."""
+    """Set with the option `verify`."""
     asks_sensitivity: bool = False
     name: str = field(default_factory=lambda: f"graph{next(graph_numbers)}")
     captured: CapturedGraph | None = None
@@ -138,6 +143,8 @@ class Compilation:
     tuned: TunedKernels | None = None
     variants: tuple[VariantState, ...] = ()
     """The captured graph first."""
+    timed: TimedGraphs | None = None
+    """The variants, timed whole; None without the option `verify`."""
     chosen: ChosenGraph | None = None
     sensitivity: tuple[Sensitivity, ...] = ()
     planned: Planned | None = None
@@ -164,6 +171,11 @@ class Compilation:
 
     def with_variants(self, variants: Sequence[CapturedGraph]) -> Compilation:
         return replace(self, variants=(*self.variants, *map(VariantState, variants)))
+
+    def with_timed_variants(self) -> Compilation:
+        """The compilation with the variants timed whole, where rules make any."""
+        timed = made(self.time).graphs(self.decided, self.context) if self.rules.graph_rules else None
+        return replace(self, timed=timed)
 
     @cached_property
     def context(self) -> Context:
@@ -253,7 +265,7 @@ class Compilation:
                 report, decisions=final.decisions, plans=self.agreed.planned.plans, rounding=self.rewritten.rounding,
                 work=() if isinstance(work, WorkFailure) else work,
                 work_failure=work if isinstance(work, WorkFailure) else None, variant=variant,
-                timed=next((each.timed for each in self.variants if each.captured.variant == variant), ()),
+                timed=self._timed_lines(variant),
             )  # fmt: skip
         captured = self.decided[0] if self.decided else None
         if final is not None and captured is not None and final is not captured:
@@ -265,6 +277,10 @@ class Compilation:
         if self.order_lost:
             report = unrewritten(report, captured, self.order_lost, ORDER_LOST, "order")
         return report
+
+    def _timed_lines(self, variant: str) -> tuple[str, ...]:
+        of_sites = next((each.timed for each in self.variants if each.captured.variant == variant), ())
+        return (*of_sites, self.timed.line) if self.timed is not None and self.timed.line else of_sites
 
     def raise_failure(self) -> None:
         """Raises `WeaveError` if anything went wrong: the option `strict`."""

@@ -42,12 +42,16 @@ class DecidedGraph:
     @property
     def variant(self) -> Variant:
         captured, baseline = self.priced.captured, self.priced.baseline
-        baseline_us, both = None if baseline is None else baseline.us, (baseline, self.timeline)
+        baseline_us = None if baseline is None else baseline.us
         exposed_us = None if self.timeline is None else self.timeline.exposed_us
         return Variant(
             captured.variant, captured.rule, baseline_us, self.predicted_us, captured.rejections, captured.parameters,
-            exposed_us, *(None if each is None or each.energy is None else each.steady_us for each in both),
+            exposed_us, _steady_us(baseline), _steady_us(self.timeline),
         )  # fmt: skip
+
+
+def _steady_us(timeline: Timeline | None) -> float | None:
+    return None if timeline is None or timeline.energy is None else timeline.steady_us
 
 
 def decide(priced: PricedGraph, rules: RuleSet, context: Context) -> DecidedGraph:

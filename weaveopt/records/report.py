@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from weaveopt.records.candidate import LEAVE, Candidate, Estimate, Rejection, Values, error_between_us
+from weaveopt.records.candidate import LEAVE, Candidate, Estimate, Measured, Rejection, Values, error_between_us
 from weaveopt.records.generation import GenerationReport
 from weaveopt.records.memory import MemoryPlan
 from weaveopt.records.site import Site
@@ -134,6 +134,8 @@ class Variant:
     """The same of `predicted_us`."""
     added_us: float | None = None
     """Computation that it has more than the captured graph, both as decided, each kernel by itself; None for that."""
+    measured: Measured | None = None
+    """Time of the whole graph as the ranks ran it, with the option `verify`."""
 
 
 @dataclass(frozen=True)

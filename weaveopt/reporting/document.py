@@ -13,7 +13,7 @@ from weaveopt.plain_json import Json
 from weaveopt.records.candidate import Candidate, Estimate, Rejection
 from weaveopt.records.memory import MemoryPlan
 from weaveopt.records.price import Reading, errors_of
-from weaveopt.records.report import Decision, GraphReport, Report, Sensitivity
+from weaveopt.records.report import Decision, GraphReport, Report, Sensitivity, Variant
 from weaveopt.reporting import generation
 from weaveopt.reporting.headline import headline
 from weaveopt.reporting.parts import ReportPart, parts
@@ -83,6 +83,7 @@ def _graph(graph: GraphReport) -> Json:
                 "unfused_steady_us": variant.baseline_steady_us,
                 "steady_us": variant.steady_us,
                 "added_us": variant.added_us,
+                "measured": _measured(variant),
                 "parameters": dict(variant.parameters),
                 "rejected": _rejections(variant.rejections),
             }
@@ -242,8 +243,8 @@ def _terms(estimate: Estimate) -> Json:
     return found
 
 
-def _measured(estimate: Estimate) -> Json:
-    found = estimate.measured
+def _measured(timed: Estimate | Variant) -> Json:
+    found = timed.measured
     return None if found is None else {"us": found.us, "relative_error": found.relative_error}
 
 

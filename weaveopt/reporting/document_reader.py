@@ -228,13 +228,14 @@ class _Variant(Struct, frozen=True):
     unfused_steady_us: float | None = None
     steady_us: float | None = None
     added_us: float | None = None
+    measured: Measured | None = None
     parameters: Mapping[str, Scalar] = field(default_factory=dict)
 
     def record(self) -> Variant:
         rejections, parameters = _rejections(self.rejected), _values(self.parameters)
         return Variant(
             self.name, self.rule, self.unfused_us, self.predicted_us, rejections, parameters, self.exposed_us,
-            self.unfused_steady_us, self.steady_us, self.added_us,
+            self.unfused_steady_us, self.steady_us, self.added_us, self.measured,
         )  # fmt: skip
 
 

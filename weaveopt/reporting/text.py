@@ -87,6 +87,8 @@ def _variant_lines(graph: GraphReport) -> Iterator[str]:
         times = f"{_us(variant.baseline_us)} -> {_us(variant.predicted_us)} us"
         if variant.exposed_us is not None:
             times += f", {_us(variant.exposed_us)} us of it exposed communication"
+        if variant.measured is not None:
+            times += f", measured {_us(variant.measured.us)} us"
         if variant.added_us is not None:
             times += f", {variant.added_us:+,.1f} us of computation"
         parameters = "".join(f", {name} {value}" for name, value in variant.parameters)
