@@ -2,6 +2,7 @@
 
 row_halves      a variant of a whole graph, of whatever size: every operation on rows runs for each half of the rows,
                 one half's all-reduce under the other's computation. Other rules rewrite the sites of the halves
+joined_halves   the same with an operator of its own, which joins the halves in the arena of the group
 fetched_ahead   `x * w` of weights that a copy engine fetches into symmetric memory a layer ahead
 """
 
@@ -11,7 +12,7 @@ import copy
 import json
 import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -128,6 +129,58 @@ class _Halved:
         if node in self._copies:
             return self._copies[node]
         return self._call(aten.cat.default, ([half[node] for half in self._halves],), node)
+
+
+# --- a variant whose own operators need memory ------------------------------------------------------------------------
+
+_library.define("joined(Tensor a, Tensor b, str call) -> Tensor")
+JOINED = "house joined"
+
+
+def _join(a: Tensor, b: Tensor, call: str) -> Tensor:
+    known = json.loads(call)
+    arena = transport(Fabric.SHM).of(known["group"])
+    rows = arena.tensor(arena.transient_begin + known[JOINED], (len(a) + len(b), *a.shape[1:]), a.dtype)
+    rows[: len(a)], rows[len(a) :] = a, b
+    result = rows.clone()
+    rows.fill_(float("nan"))  # whoever reads it after the call reads nonsense
+    return result
+
+
+_library.impl("joined", _join, "CPU")
+torch.library.register_fake("house::joined", lambda a, b, call: torch.cat([a, b]), lib=_library)
+
+
+@dataclass(frozen=True)
+class JoinedHalves(RowHalves):
+    """Variants of graphs of one size; `settle_graph` gives its operators the offsets of their memory."""
+
+    name: str = "joined_halves"
+
+    def variants(self, captured: CapturedGraph, exposure: Exposure, context: Context) -> Sequence[CapturedGraph]:
+        found = super().variants(captured, exposure, context)
+        for each in found:
+            for node in each.graph.find_nodes(op="call_function", target=aten.cat.default):
+                node.target, node.args = torch.ops.house.joined.default, (*node.args[0], "")
+        return found
+
+    def graph_memory(self, variant: CapturedGraph, context: Context) -> Mapping[str, tuple[Fabric, Memory]]:
+        values = [tensor_of(node) for node in _joins(variant)]
+        num_bytes = max(value.numel() * value.dtype.itemsize for value in values if value is not None)
+        memory = Memory((BufferRequest(Buffer(JOINED, num_bytes)),))
+        return {groups_in(variant.graph)[0]: (Fabric.SHM, memory)}
+
+    def settle_graph(
+        self, variant: CapturedGraph, chosen: Sequence[Chosen], placements: Mapping[str, Placement], context: Context
+    ) -> None:
+        [(group, placement)] = placements.items()
+        call = json.dumps({JOINED: placement.buffers[JOINED].offset_in_zone, "group": group})
+        for node in _joins(variant):
+            node.args = (*node.args[:2], call)
+
+
+def _joins(variant: CapturedGraph) -> list[fx.Node]:
+    return variant.graph.find_nodes(op="call_function", target=torch.ops.house.joined.default)
 
 
 # --- work begun a layer ahead -----------------------------------------------------------------------------------------

@@ -77,6 +77,7 @@ LOCAL = RuleSet((toys.TanhMatcher(),), (toys.FastTanh(),))
 BLOCK = RuleSet((ReductionMatcher(), toys.ReluMatcher()), (toys.KeptRelu(),))
 HALVES = RuleSet((ReductionMatcher(),), (), (toys.TwoHalves(),))
 ROWS_HALVED = RuleSet((ReductionMatcher(),), (RULES.named("all_reduce_rms_norm"),), (overlapping_toys.RowHalves(),))
+OWNS_MEMORY = replace(ROWS_HALVED, graph_rules=(overlapping_toys.JoinedHalves(),))
 
 
 def ahead(fetch_us: float) -> RuleSet:
@@ -277,6 +278,30 @@ def test_a_variant_of_symbolic_size_with_fused_sites_on_ranks() -> None:
         assert set(choices) == {("all_reduce_rms_norm",) * 2}
         # The halves of three rows are one and two: equal in the call of two rows that was compiled for, not in others.
         assert ((1, 1), (1, 2)) in counts
+
+
+def _joined_on_ranks(rank: int) -> tuple[str, list[str], list[tuple[str, int]]]:
+    """`stacked` in two halves that an operator of the rule joins in the arena, against eager."""
+    from weaveopt.reporting import registry
+
+    options = {"strict": True, "force": ["joined_halves"]}
+    weave = functools.partial(backend.weave, rules=OWNS_MEMORY)
+    with torch.no_grad():
+        compiled = torch.compile(stacked, backend=weave, options=options, dynamic=False)
+        x, *rest = chain_inputs(96)
+        for _ in range(3):
+            torch.testing.assert_close(
+                compiled(x * (rank + 1), *rest), stacked(x * (rank + 1), *rest), rtol=1e-4, atol=1e-4
+            )
+    (report,) = registry.report(None).graphs
+    buffers = [(each.name, each.num_bytes) for plan in report.plans for each in plan.buffers]
+    return report.variant, [each.step for each in report.fallbacks], buffers
+
+
+def test_operators_of_a_variant_have_memory_of_their_own() -> None:
+    for variant, fallbacks, buffers in run_ranks(_joined_on_ranks, 2, timeout_s=300):
+        assert (variant, fallbacks) == ("joined_halves", [])
+        assert (overlapping_toys.JOINED, 96 * INNER * 4) in buffers
 
 
 def _ordered_on_ranks(rank: int, defeated: tuple[int, ...], refusing: tuple[int, ...]) -> tuple[str, list[str]]:
