@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
+from tests.emulation.slow_hosts import machine
 from tests.ranks import run_ranks
-from weaveopt import cost_model
 from weaveopt.cli import model_source
 from weaveopt.cli import preview as previews
 from weaveopt.cli.model_source import CaptureRequest
 from weaveopt.config import Config
 from weaveopt.cost_model import Machine
-from weaveopt.cost_model.machine import Contention, ContentionRow, Link
 from weaveopt.fabrics import topology
 from weaveopt.measure.cases.hosts_contention import HostContention
 from weaveopt.measure.session import CalibrationSession
@@ -29,24 +27,6 @@ MODEL = {
     "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 2,
     "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 4096, "max_position_embeddings": 4096,
 }  # fmt: skip
-
-
-def machine(gbit: float, contention: float | None) -> Machine:
-    """Hosts of CPU ranks with a link of so many Gbit/s, as `calibrate` describes them."""
-    cpu = cost_model.load("cpu")
-    rate, origin = gbit * 1e9 / 8, cpu.inter_host.origin
-    library = Link(origin, 200.0, 0.9 * rate)
-    measured = None
-    if contention is not None:
-        measured = Contention(origin, (ContentionRow(1, contention, contention),), library_ctas=1, between_hosts=True)
-    return replace(
-        cpu,
-        inter_host=Link(origin, 50.0, rate, cpu.inter_host.overhead_us),
-        fabric_costs=tuple(
-            replace(each, inter_host=library) if each.fabric is Fabric.LIBRARY else each for each in cpu.fabric_costs
-        ),
-        contention=measured,
-    )
 
 
 Explain = Callable[..., GraphReport]
