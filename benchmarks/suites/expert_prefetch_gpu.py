@@ -51,6 +51,7 @@ from weaveopt.reporting.timeline import total
 
 AHEAD, IN_PLACE, TOKENS, ALL_TO_ALL, RESIDENT = "ahead", "in_place", "moe_sharded", "all_to_all", "resident"
 COMPILED = (AHEAD, IN_PLACE, TOKENS, RESIDENT)
+STEADY = (AHEAD, TOKENS, RESIDENT)
 WEIGHTS = "expert_prefetch"
 MODELS = Setting("models", ("qwen3-30b-a3b", "mixtral-8x22b"), quick=("qwen3-30b-a3b",), among=tuple(SHAPES))
 COUNTED = Setting("tokens", (2048, 8192, 16384), "of a rank, on average", quick=(2048,))
@@ -59,7 +60,7 @@ COUNTS = Setting("counts", ("equal", "unequal"), quick=("equal",), among=("equal
 LAYERS = Setting("layers", 0, "0: the model's number for decoder layers", quick=2)
 PROFILE = Setting("profile", "h100x2", "machine profile")
 SEQUENCE = 4096
-ALL_BYTES = 1 << 40
+ALL_BYTES, SHIFT = 1 << 40, 6.0
 LARGEST_MEDIAN_ERROR = 0.03
 """Bound for a token's hidden state, as a share of its norm: bf16. Rounding gives some tokens other experts."""
 MADE_UP_READS = tuple(Point(1 << power, 20.0 + (1 << power) / 320e3) for power in range(18, 34, 3))
@@ -74,7 +75,10 @@ class Case:
 
 
 class SkewedRouters:
-    """Routers by which half of the tokens choose an eighth of the experts first, while it is entered."""
+    """Routers by which half of the tokens choose an eighth of the experts first, while it is entered.
+
+    Logits are of about 1: a direction that is as long moves those of the few experts by `SHIFT` times that, up or down.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._weights = [module.gate.weight for module in model.modules() if hasattr(module, "experts")]
@@ -83,7 +87,7 @@ class SkewedRouters:
         for weight in self._weights:
             direction = torch.randn(weight.shape[1], generator=random, device=weight.device)
             added = torch.zeros_like(weight)
-            added[: max(1, len(weight) // 8)] = (3.0 * direction).to(weight.dtype)
+            added[: max(1, len(weight) // 8)] = (SHIFT * len(direction) ** -0.5 * direction).to(weight.dtype)
             self._added.append(added)
 
     def __enter__(self) -> None:
@@ -217,7 +221,7 @@ def row_of(
     us = enqueued_us(place, steps, Effort(4, repeats), calls=calls)
     steady: dict[str, Steady] = {}
     if not place.quick:
-        steady = {name: steadily(steps[name], nothing, us[name] * calls, place) for name in names}
+        steady = {name: steadily(steps[name], nothing, us[name] * calls, place) for name in STEADY}
     replayed: dict[str, float] = {}
     if case.counts == "equal":
         graph = attempt(place, "a CUDA graph", lambda: capture(steps[AHEAD], torch.cuda.graph_pool_handle()))

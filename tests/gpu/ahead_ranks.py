@@ -189,7 +189,7 @@ def with_cache(model: Model, form: Form) -> None:
         assert owned is not None
         attached = exported.shared_layer(model.place.group, owned)[0].attached["ahead", call.cache_bytes]
         assert isinstance(attached, _Layer)
-        sizes.append(attached.model._resident.buffer.nbytes)
+        sizes.append(attached.model.resident.buffer.nbytes)
     assert sizes[0] > sizes[1] > sizes[2] or form.experts == 1, sizes
 
 

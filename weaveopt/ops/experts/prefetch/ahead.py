@@ -55,23 +55,76 @@ class ExpertMemory:
         return self.buffer.data_ptr() + self.second * which
 
 
+class LayerCopies:
+    """Copies of a model's missing experts into memory of this GPU, layer by layer.
+
+    Nothing here refers to the model's slots, which refer to this: without a cycle, memory is freed with its last user,
+    and not by Python's collector, which may run while a CUDA graph is captured.
+    """
+
+    def __init__(self, layers: Sequence[SharedLayer], positions: tuple[int, int], ring: Ring) -> None:
+        """`positions`: which tensors of a layer are the weights."""
+        first = [layers[0].places[at][ring.rank] for at in positions]
+        self.ring, self.device = ring, first[0].device
+        self._places = [[tuple(part.data_ptr() for part in layer.places[at]) for at in positions] for layer in layers]
+        self._expert_bytes = tuple(bytes_of_expert(each) for each in first)
+        self.streams = pull_streams(self.device.index, 1 if ring.world == 2 else 2)
+        self._is_full = False
+
+    def memory(self, experts: int) -> ExpertMemory:
+        """Room for so many experts, which nothing stores to any more. Raises `RuntimeError` if there is none."""
+        first, second = (-(-experts * size // ALIGNMENT) * ALIGNMENT for size in self._expert_bytes)
+        num_bytes = max(first + second, ALIGNMENT)
+        found = ExpertMemory(symmetric.allocate((num_bytes,), (1,), torch.uint8, self.device), first)
+        # Torch fills it with zeros on the default stream, which the streams of pulls do not wait for.
+        _end_default_stream(self.device)
+        return found
+
+    def slots(self) -> tuple[ExpertMemory, ExpertMemory] | None:
+        """Memory of two slots; None, and a warning, if there is none."""
+        if self._is_full:
+            return None
+        torch.cuda.empty_cache()  # the memory comes from the driver
+        try:
+            return self.memory(self.ring.fetched), self.memory(self.ring.fetched)
+        except RuntimeError as error:
+            warn_of_memory(error)
+            self._is_full = True
+            return None
+
+    def fetches(self, layer: int, memory: ExpertMemory) -> list[Copy]:
+        """All experts of a layer that are not kept."""
+        return self._between(layer, memory, self.ring.cached, self.ring.missing)
+
+    def fill(self, resident: ExpertMemory, cached: Sequence[ExpertMemory]) -> None:
+        """Pull what is kept for good, of the first layer and of all, and wait for it."""
+        copies = self.fetches(0, resident)
+        for layer, memory in enumerate(cached):
+            copies += self._between(layer, memory, 0, self.ring.cached)
+        stream = _current_stream(self.device)
+        self.streams.settle([self.streams.pull(stream, copies, [self.streams.mark(stream)])])
+
+    def _between(self, layer: int, memory: ExpertMemory, first: int, end: int) -> list[Copy]:
+        return [
+            copy
+            for which, (places, size) in enumerate(zip(self._places[layer], self._expert_bytes, strict=True))
+            for copy in pulled(self.ring, first, end, places, size, memory.address(which))
+        ]
+
+
 class ModelAhead:
     """Layers of one model on this GPU, with what is kept of the experts that it lacks. The model's attachment."""
 
     def __init__(self, layers: Sequence[SharedLayer], positions: tuple[int, int], ring: Ring) -> None:
-        """`positions`: which tensors of a layer are the weights. Raises `RuntimeError` if memory runs out."""
-        first = [layers[0].places[at][ring.rank] for at in positions]
-        self._ring, self._device = ring, first[0].device
-        self._places = [[tuple(part.data_ptr() for part in layer.places[at]) for at in positions] for layer in layers]
-        self._expert_bytes = tuple(bytes_of_expert(each) for each in first)
-        self._streams = pull_streams(self._device.index, 1 if ring.world == 2 else 2)
-        torch.cuda.empty_cache()  # the memory comes from the driver
-        self._cached = [self._memory(ring.cached) for _ in layers] if ring.cached else []
-        self._resident = self._memory(ring.fetched)
-        self._fill()
-        self.slots = ModelSlots(self._streams, len(layers), self._resident, self._allocate, self._fetches)
+        """As `LayerCopies`. Raises `RuntimeError` if memory runs out."""
+        copies = LayerCopies(layers, positions, ring)
+        torch.cuda.empty_cache()
+        self._ring, self._device = ring, copies.device
+        self._cached = [copies.memory(ring.cached) for _ in layers] if ring.cached else []
+        self.resident = copies.memory(ring.fetched)
+        copies.fill(self.resident, self._cached)
+        self.slots = ModelSlots(copies.streams, len(layers), self.resident, copies.slots, copies.fetches)
         self._joined: dict[tuple[object, ...], Weights] = {}
-        self._is_full = False
 
     @contextmanager
     def reading(self, layer: int, gate_up: Tensor, down: Tensor, last: bool) -> Iterator[Weights | None]:
@@ -80,13 +133,17 @@ class ModelAhead:
         `gate_up` and `down` are the own ones, as the kernels take them.
         """
         if not self._ring.fetched:
-            yield self._weights(layer, gate_up, down, self._resident)
+            yield self._weights(layer, gate_up, down, self.resident)
             return
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        stream = _current_stream(self._device)
         with self.slots.reading(layer, stream, last) as memory:
             yield None if memory is None else self._weights(layer, gate_up, down, memory)
 
     def close(self) -> None:
+        """Called before the peers' mappings go. While a CUDA graph is captured no memory can be given back: it is kept
+        until a model is next called for the first time."""
+        if torch.cuda.is_current_stream_capturing():
+            _closed.append(self)
         self.slots.close()
 
     def _weights(self, layer: int, gate_up: Tensor, down: Tensor, memory: ExpertMemory) -> Weights:
@@ -107,39 +164,18 @@ class ModelAhead:
                 parts.append(found.weight(which, own, each.first, each.count))
         return joined(parts)
 
-    def _memory(self, experts: int) -> ExpertMemory:
-        first, second = (-(-experts * size // ALIGNMENT) * ALIGNMENT for size in self._expert_bytes)
-        num_bytes = max(first + second, ALIGNMENT)
-        return ExpertMemory(symmetric.allocate((num_bytes,), (1,), torch.uint8, self._device), first)
 
-    def _allocate(self) -> tuple[ExpertMemory, ExpertMemory] | None:
-        if self._is_full:
-            return None
-        torch.cuda.empty_cache()
-        try:
-            return self._memory(self._ring.fetched), self._memory(self._ring.fetched)
-        except RuntimeError as error:
-            warn_of_memory(error)
-            self._is_full = True
-            return None
+_closed: list[ModelAhead] = []
+"""Models that went while a CUDA graph was captured."""
 
-    def _copies(self, layer: int, memory: ExpertMemory, first: int, end: int) -> list[Copy]:
-        return [
-            copy
-            for which, (places, size) in enumerate(zip(self._places[layer], self._expert_bytes, strict=True))
-            for copy in pulled(self._ring, first, end, places, size, memory.address(which))
-        ]
 
-    def _fetches(self, layer: int, memory: ExpertMemory) -> list[Copy]:
-        return self._copies(layer, memory, self._ring.cached, self._ring.missing)
+def _current_stream(device: torch.device) -> int:
+    stream: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return stream
 
-    def _fill(self) -> None:
-        """Pull what is kept for good, and wait for it."""
-        copies = self._fetches(0, self._resident)
-        for layer, memory in enumerate(self._cached):
-            copies += self._copies(layer, memory, 0, self._ring.cached)
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        self._streams.settle([self._streams.pull(stream, copies, [self._streams.mark(stream)])])
+
+def _end_default_stream(device: torch.device) -> None:
+    torch.cuda.default_stream(device).synchronize()
 
 
 @cache
@@ -183,6 +219,7 @@ def _attach(layer: SharedLayer, position: int, gate_up: Tensor, down: Tensor, ca
     place, as it is where its memory cannot be had."""
     if torch.cuda.is_current_stream_capturing():
         return
+    _closed.clear()
     key, positions = ("ahead", call.cache_bytes), (position, exported.shared_layer(call.group, down)[1])
     layers = [each for each in exported.model_layers(call.group, layer) if _is_like(each, layer, positions)]
     for each in layers:
