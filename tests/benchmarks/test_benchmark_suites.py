@@ -20,13 +20,13 @@ from tests.ranks import run_ranks
 
 NUM_CASES = {
     (CPU, "all_reduce_rms_norm"): 5, (CPU, "between_hosts"): 100, (CPU, "between_hosts_calibrated"): 100,
-    (CPU, "expert_prefetch"): 20, (GPU, "expert_pulls"): 15,
+    (CPU, "expert_prefetch"): 20, (GPU, "expert_prefetch_gpu"): 24, (GPU, "expert_pulls"): 15,
     (CPU, "hosts_simulation"): 165, (CPU, "llama_hosts"): 8, (CPU, "llama_layers"): 8, (CPU, "moe_experts"): 12,
     (CPU, "moe_sharded"): 16, (CPU, "prediction"): 1, (GPU, "all_gather_gemm"): 10, (GPU, "all_reduce_rms_norm"): 32,
     (GPU, "all_reduce_host"): 5, (GPU, "all_reduce_rms_norm_ctas"): 4,
     (GPU, "all_reduce_rms_norm_shapes"): 65, (GPU, "all_reduce_sum"): 20,
     (GPU, "attention_decode"): 42, (GPU, "attention_launches"): 17, (GPU, "attention_layers"): 14,
-    (GPU, "attention_tokens"): 40, (GPU, "experts_lags"): 48, (GPU, "expert_prefetch_gpu"): 24, (GPU, "experts_launches"): 48, (GPU, "gemm"): 20,
+    (GPU, "attention_tokens"): 40, (GPU, "experts_lags"): 48, (GPU, "experts_launches"): 48, (GPU, "gemm"): 20,
     (GPU, "gemm_all_reduce"): 20, (GPU, "gemm_reduce_scatter"): 20, (GPU, "generate"): 12, (GPU, "hosts_gpu"): 24,
     (GPU, "llama_layers"): 8, (GPU, "moe_blocks"): 12, (GPU, "moe_experts"): 48, (GPU, "moe_layers"): 7,
     (GPU, "moe_sharded"): 80, (GPU, "next_token"): 5, (GPU, "overlap_shapes"): 66, (GPU, "prediction"): 3,
