@@ -17,6 +17,7 @@ from weaveopt.versions import TRANSFORMERS
 
 if TYPE_CHECKING:
     from weaveopt.generation.entry import generate as generate
+    from weaveopt.integrations.transformers.continuous_batching import continuous_batching as continuous_batching
     from weaveopt.integrations.transformers.data_parallel import DataParallelExperts as DataParallelExperts
     from weaveopt.integrations.transformers.expert_exchange import share_experts as share_experts
     from weaveopt.integrations.transformers.key_heads import replicated_key_heads as replicated_key_heads
@@ -33,6 +34,7 @@ __all__ = [
     "DataParallelExperts",
     "WeaveError",
     "__version__",
+    "continuous_batching",
     "generate",
     "replicated_key_heads",
     "report",
@@ -54,6 +56,7 @@ def report(model: object | None = None) -> Report:
 
 _LAZY = {
     "DataParallelExperts": "weaveopt.integrations.transformers.data_parallel",
+    "continuous_batching": "weaveopt.integrations.transformers.continuous_batching",
     "generate": "weaveopt.generation.entry",
     "replicated_key_heads": "weaveopt.integrations.transformers.key_heads",
     "share_experts": "weaveopt.integrations.transformers.expert_exchange",

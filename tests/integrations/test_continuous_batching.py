@@ -1,0 +1,221 @@
+"""`generate_batch` compiled with weave: one graph a step, tokens of eager, and transformers' own cache elsewhere."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.fx as fx
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.cache_allocators import (
+    CachePool,
+    FullAttentionCacheAllocator,
+    SlidingAttentionCacheAllocator,
+)
+
+import weaveopt
+from tests.graphs.executing import without_code
+from tests.graphs.generating import build
+from tests.graphs.models import FAMILIES as KNOWN
+from tests.graphs.models import Family, load, save
+from tests.graphs.nonempty import some
+from tests.ranks import run_ranks
+from tests.ranks.simulated import ALL_ON_REAL_RANKS
+from weaveopt.errors import WeaveError
+from weaveopt.integrations.transformers import continuous_batching as module
+
+FAMILIES = ("llama", "mistral", "gemma3_text", "qwen3_moe")
+"""Full attention, windows alone, both, and a mixture."""
+
+
+@pytest.fixture(autouse=True)
+def own_update() -> Iterator[None]:
+    """Each test begins with transformers' own cache."""
+    update = PagedAttentionCache.update
+    own = getattr(update, "__wrapped__", update) if module._install.cache_info().currsize else update
+    PagedAttentionCache.update = own
+    module._install.cache_clear()
+    yield
+    PagedAttentionCache.update = own
+    module._install.cache_clear()
+
+
+def prompts(count: int, seed: int = 0, longest: int = 20) -> list[list[int]]:
+    numbers = random.Random(seed)
+    return [[numbers.randrange(3, 120) for _ in range(numbers.randint(1, longest))] for _ in range(count)]
+
+
+def batching(compiled: CompileConfig | None = None, num_blocks: int = 32) -> ContinuousBatchingConfig:
+    return ContinuousBatchingConfig(
+        num_blocks=num_blocks, page_size=16, max_batch_tokens=64, use_cuda_graph=False, varlen_compile_config=compiled
+    )
+
+
+def tokens(
+    model: PreTrainedModel, inputs: Sequence[list[int]], config: ContinuousBatchingConfig, new: int = 5
+) -> list[list[int]]:
+    how = GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=-1)
+    found = model.generate_batch(
+        inputs=list(inputs), generation_config=how, continuous_batching_config=config, progress_bar=False
+    )
+    assert [each.error for each in found.values()] == [None] * len(inputs)
+    return [found[f"req_{at}"].generated_tokens for at in range(len(inputs))]
+
+
+def compiled(options: dict[str, object] | None = None, **settings: int) -> ContinuousBatchingConfig:
+    return weaveopt.continuous_batching(batching(**settings), options)["continuous_batching_config"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_is_one_graph(family: str) -> None:
+    """Everything of weave but Inductor's code, whose C++ takes half a minute to compile."""
+    torch._dynamo.reset()
+    model = build(family)
+    inputs = prompts(4)
+    eager = tokens(model, inputs, batching())
+    with without_code():
+        assert tokens(model, inputs, compiled()) == eager
+    report = weaveopt.report(model)
+    assert (report.breaks, report.uncompiled) == ((), ()) and 1 <= report.num_graphs <= 3
+    sites = [each.site.kind for graph in report.graphs for each in graph.decisions]
+    assert sites.count("attention") == model.config.num_hidden_layers * len(report.graphs)
+    assert ("mixture" in sites) == (family == "qwen3_moe")
+
+
+def test_requests_that_come_and_go() -> None:
+    """More requests than pages: some wait, some are moved out, and their prefixes are shared."""
+    torch._dynamo.reset()
+    model = build("llama", num_hidden_layers=1)
+    inputs = prompts(40, seed=1, longest=60)
+    inputs += [[*inputs[0], 7], [*inputs[1], 9, 11], inputs[2]]
+    alone = [
+        model.generate(torch.tensor([each]), max_new_tokens=8, do_sample=False, pad_token_id=0)[0, len(each) :].tolist()
+        for each in inputs
+    ]
+    with without_code():
+        assert tokens(model, inputs, compiled(num_blocks=24), new=8) == alone
+    assert weaveopt.report(model).breaks == ()
+
+
+def test_weights_that_change_between_calls() -> None:
+    """A step of an optimizer changes parameters in place: nothing is compiled again, and tokens follow."""
+    torch._dynamo.reset()
+    model = build("llama", num_hidden_layers=1)
+    inputs = prompts(3)
+    with without_code():
+        before = tokens(model, inputs, compiled())
+        graphs = weaveopt.report(model).num_graphs
+        optimizer = torch.optim.SGD(model.parameters(), lr=30.0)
+        ids = torch.tensor([inputs[0] + [5, 6, 7]])
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        after = tokens(model, inputs, compiled())
+    assert weaveopt.report(model).num_graphs == graphs
+    assert after == tokens(model, inputs, batching()) and after != before
+
+
+def test_without_the_call_every_layer_breaks() -> None:
+    torch._dynamo.reset()
+    model = build("llama", num_hidden_layers=1)
+    inputs = prompts(1)
+    eager = tokens(model, inputs, batching())
+    with without_code():
+        plain = CompileConfig(backend="weave", mode="default", dynamic=True)
+        assert tokens(model, inputs, batching(plain)) == eager
+    report = weaveopt.report(model)
+    assert report.num_graphs > 2 and report.graphs
+    assert any("PagedAttentionCache.update" in found.reason + found.hint for found in report.breaks), report.breaks
+    assert "graph break" in str(report)
+
+
+def test_other_backends_find_transformers_own_cache() -> None:
+    torch._dynamo.reset()
+    model = build("llama", num_hidden_layers=1)
+    inputs = prompts(2)
+    weaveopt.continuous_batching()
+    targets: list[str] = []
+
+    def keep(graph_module: fx.GraphModule, arguments: Sequence[object]) -> Callable[..., object]:
+        targets.extend(str(node.target) for node in graph_module.graph.nodes)
+        return graph_module.forward
+
+    other = CompileConfig(backend=keep, mode="default", dynamic=True)
+    assert tokens(model, inputs, batching(other)) == tokens(model, inputs, batching())
+    assert targets and not any("paged_kv_update" in each for each in targets)
+
+
+@pytest.mark.parametrize("kind", [FullAttentionCacheAllocator, SlidingAttentionCacheAllocator])
+@pytest.mark.parametrize("num_read", [0, 9])
+def test_the_operator_is_the_allocators_update(kind: type, num_read: int) -> None:
+    config = build("mistral", num_hidden_layers=2).config
+    allocator = kind(
+        index=0, layer_indices=[0, 1], num_key_value_heads=2, config=config, cache_dtype=torch.float32, page_size=8,
+        allow_block_sharing=False,
+    )  # fmt: skip
+    sector = allocator.bytes_per_block * 2
+    memory = torch.zeros(sector * 6, dtype=torch.uint8)
+    allocator.register_cache_tensor(sector, sector * 4, memory, CachePool(4, 1))
+    numbers = torch.Generator().manual_seed(num_read)
+    memory.view(torch.float32).normal_(generator=numbers)
+    size = allocator.cache_tensor.shape[-1]
+    rows = allocator.cache_tensor.shape[0] - 4 * allocator.tokens_per_page
+    keys, values = (torch.randn(4, 2, size, generator=numbers) for _ in range(2))
+    write = torch.randperm(rows, generator=numbers)[:4]
+    read = torch.randperm(rows, generator=numbers)[:num_read]
+    if num_read and kind is SlidingAttentionCacheAllocator:
+        read[read == allocator.sentinel_index] = 2
+        read[2:6] = allocator.sentinel_index
+    for layer in (0, 1):
+        before = memory.clone()
+        want = allocator.update(keys, values, layer, read, write)
+        stored = memory.clone()
+        memory.copy_(before)
+        arguments = {"cu_seq_lens_k": {allocator.layer_type: torch.tensor([0, 4])}, "max_length_k": {
+            allocator.layer_type: 4}, "read_index": [read], "write_index": [write]}  # fmt: skip
+        states = (each.transpose(0, 1).unsqueeze(0) for each in (keys, values))
+        got = module._traced(allocator, *states, layer, arguments)
+        assert torch.equal(memory, stored) and not torch.equal(memory, before)
+        for found, expected in zip(got, want, strict=True):
+            assert torch.equal(found, expected.transpose(0, 1).unsqueeze(0))
+        assert arguments["max_length_k"] == 4 and arguments["cu_seq_lens_k"].dtype is torch.int32
+    sentinel = -1 if kind is FullAttentionCacheAllocator else allocator.sentinel_index
+    given = (allocator.cache_tensor, keys, values, read, write, 0, allocator.tokens_per_page, sentinel)
+    torch.library.opcheck(torch.ops.weave.paged_kv_update.default, given)
+
+
+def _on_ranks(rank: int, family: str, folder: str) -> tuple[bool, int, list[str], list[str]]:
+    model = load(Family(family), folder, 2)
+    inputs = prompts(3)
+    eager = tokens(model, inputs, batching())
+    force = {"force": ["all_reduce_rms_norm"], "strict": True}
+    with without_code():
+        equal = tokens(model, inputs, compiled(force)) == eager
+    report = weaveopt.report(model)
+    kinds = [each.site.kind for graph in report.graphs for each in graph.decisions]
+    rewritten = [each.chosen.choice for graph in report.graphs for each in graph.decisions if each.rewritten]
+    return equal, len(report.breaks), kinds, rewritten
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"] if ALL_ON_REAL_RANKS else ["qwen3_moe"])
+def test_sites_under_tensor_parallelism_are_rewritten(family: str, tmp_path: Path) -> None:
+    known = next(each for each in KNOWN if each.name == family and not each.expert_parallel)
+    save(known, str(tmp_path))
+    for equal, breaks, kinds, rewritten in some(run_ranks(_on_ranks, 2, family, str(tmp_path), timeout_s=300)):
+        assert equal and breaks == 0
+        assert rewritten.count("all_reduce_rms_norm") >= 4 and kinds.count("reduction") >= 4
+
+
+def test_misuse_is_one_error() -> None:
+    with pytest.raises(WeaveError, match="takes a ContinuousBatchingConfig, found dict"):
+        weaveopt.continuous_batching({})  # type: ignore[arg-type]
+    with pytest.raises(WeaveError, match="has a varlen_compile_config already"):
+        weaveopt.continuous_batching(batching(CompileConfig()))
+    config = batching()
+    made = weaveopt.continuous_batching(config)["continuous_batching_config"]
+    assert config.varlen_compile_config is None and made.varlen_compile_config is not None
+    assert (made.q_padding_interval_size, config.q_padding_interval_size) == (module.QUERY_INTERVAL, 0)
