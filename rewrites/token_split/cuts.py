@@ -7,21 +7,28 @@ appendix A.2: the cut is at a multiple of a wave, so that two halves have no mor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from weaveopt.cost_model import Machine, measured_contention, schedule
+from weaveopt.cost_model.schedule import contention_row
 from weaveopt.graph.pattern import is_call
+from weaveopt.records.candidate import Scalar
 from weaveopt.records.task import Stream, Task
 from weaveopt.rewrites.token_split.axis import TokenAxis
 from weaveopt.rewrites.token_split.local import STARTS
 from weaveopt.rewrites.token_split.values import Cut, fraction
-from weaveopt.rule import Exposure
+from weaveopt.rule import Exposure, GraphWork
 
 MOST_CUTS = 6
 """Candidates of a graph, over all of its axes."""
 UNEVEN = 8 / 15
 """Share of the first part in an uneven cut: it has fewer keys to attend to."""
+LINK_TIMES = (1.5, 2.0, 4.0, 8.0)
+"""Changes of the link's bandwidth that are tried: so many times as fast, or as slow. Both may turn a choice: little is
+left to hide, or the exchange itself is the bound."""
+GEMM_TIMES = (1.0, 1.1, 1.2, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0)
+"""Contention that is tried: how many times as long GEMMs take while the library exchanges."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,50 @@ def judged(axes: Sequence[TokenAxis], exposure: Exposure, machine: Machine) -> l
         cuts = list(candidates(axis, rows, exchange_us >= compute_us / 2))
         found += [_judged(axis, cut, exposure, machine) for cut in cuts[: MOST_CUTS // len(axes) + 1]]
     return sorted(found[:MOST_CUTS], key=lambda each: (each.upper_us, each.us))
+
+
+def pays(cut: JudgedCut, exposure: Exposure, machine: Machine) -> bool:
+    """True if the cut saves more than the model's own error, with overlap whose contention was measured."""
+    assert exposure.total_us is not None, "a graph that was not priced is not judged"
+    return exposure.total_us - cut.upper_us > machine.relative_error * cut.upper_us
+
+
+def turning_points(cut: JudgedCut, exposure: Exposure, machine: Machine) -> tuple[tuple[str, Scalar], ...]:
+    """Changes that turn the choice, all else held: `turns_at_link`, the link's bandwidth relative to the profile's, and
+    `turns_at_contention`, the time of GEMMs while the library exchanges; each left out where nothing tried turns it."""
+    now = pays(cut, exposure, machine)
+
+    def turns(changed: Exposure, on: Machine) -> bool:
+        return pays(_judged(cut.axis, cut.cut, changed, on), changed, on) is not now
+
+    found: list[tuple[str, Scalar]] = []
+    for times in (times for each in LINK_TIMES for times in (each, round(1 / each, 3))):
+        if turns(_with_exchanges(exposure, 1 / times), machine):
+            found.append(("turns_at_link", times))
+            break
+    contention = machine.contention
+    ctas = max((work.ctas for work in exposure.work), default=0)
+    row = contention_row(machine, ctas)
+    if contention is not None and row is not None:
+        tried = [each for each in GEMM_TIMES if (each > row.gemm if now else each < row.gemm)]
+        for times in tried if now else reversed(tried):
+            rows = tuple(replace(each, gemm=times) for each in contention.rows)
+            if turns(exposure, replace(machine, contention=replace(contention, rows=rows))):
+                found.append(("turns_at_contention", times))
+                break
+    return tuple(found)
+
+
+def _with_exchanges(exposure: Exposure, times: float) -> Exposure:
+    """The same graph where all communication takes so many times as long."""
+
+    def scaled(work: GraphWork) -> GraphWork:
+        us_at: Callable[[float], float] = lambda share: work.us_at(share) * times  # noqa: E731
+        return replace(work, us_at=us_at) if work.stream is Stream.COMMUNICATION else work
+
+    groups = {group: us * times for group, us in exposure.by_group.items()}
+    total_us = None if exposure.total_us is None else exposure.total_us + exposure.us * (times - 1)
+    return Exposure(groups, total_us, tuple(map(scaled, exposure.work)))
 
 
 def largest_tile(machine: Machine) -> int:

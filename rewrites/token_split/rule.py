@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from weaveopt.records.candidate import Rejection, Scalar, Values
 from weaveopt.rewrites.token_split.axis import BATCH, SEQUENCE, TokenAxis, token_axes
-from weaveopt.rewrites.token_split.cuts import JudgedCut, judged
+from weaveopt.rewrites.token_split.cuts import JudgedCut, judged, pays, turning_points
 from weaveopt.rewrites.token_split.interpreter import Join
 from weaveopt.rewrites.token_split.split import SplitGraph, split
 from weaveopt.rewrites.token_split.values import Cut
@@ -58,13 +58,14 @@ class TokenSplit:
             why = self._no_saving(cuts, exposure, context)
         if why is not None:
             return (replace(captured, variant=self.name, rejections=(why,)),)
+        turns = () if forced else turning_points(cuts[0], exposure, context.machine)
         matchers = (AttentionMatcher(), MixtureMatcher())
         sites = [found for matcher in matchers for found in matcher.find(captured.graph, context)]
         best: dict[str, JudgedCut] = {}
         for each in cuts:
             best.setdefault(each.axis.name, each)
         return tuple(
-            self._variant(captured, each, split(captured.graph, each.cut, each.axis.seeds, sites), exposure)
+            self._variant(captured, each, split(captured.graph, each.cut, each.axis.seeds, sites), turns)
             for each in best.values()
         )
 
@@ -98,8 +99,9 @@ class TokenSplit:
             ("captured_us", round(exposure.total_us, 2)), ("predicted_us", round(best.upper_us, 2)),
             ("cut", written(best.cut)),
         )  # fmt: skip
-        if exposure.total_us - best.upper_us > error * best.upper_us:
+        if pays(best, exposure, context.machine):
             return None
+        values = (*values, *turning_points(best, exposure, context.machine))
         if exposure.total_us - best.us > error * best.us:
             message = (
                 "it saves only by work that runs at once, and how much that slows each other down was not measured"
@@ -108,10 +110,10 @@ class TokenSplit:
         return Rejection("no_saving", "the predicted saving does not exceed the model's own error", values)
 
     def _variant(
-        self, captured: CapturedGraph, judged_cut: JudgedCut, made: SplitGraph, exposure: Exposure
+        self, captured: CapturedGraph, judged_cut: JudgedCut, made: SplitGraph, turns: tuple[tuple[str, Scalar], ...]
     ) -> CapturedGraph:
         axis, cut = judged_cut.axis, judged_cut.cut
-        parameters: tuple[tuple[str, Scalar], ...] = (("cut", written(cut)), ("form", FORM))
+        parameters: tuple[tuple[str, Scalar], ...] = (("cut", written(cut)), ("form", FORM), *turns)
         joined = Counter(join.code for join in made.joins)
         if joined:
             where = ", ".join(f"{join.node} ({join.module})" for join in made.joins[:4])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
@@ -9,7 +12,7 @@ from rich.text import Text
 from weaveopt.errors import OptionError, closest
 from weaveopt.records.candidate import Candidate, Estimate, Rejection, Term
 from weaveopt.records.price import PriceSource
-from weaveopt.records.report import Decision, GraphReport, Report
+from weaveopt.records.report import Decision, GraphReport, Report, Variant
 from weaveopt.records.site import Site
 from weaveopt.reporting.memory import table_text
 from weaveopt.reporting.reasons import absent_fabrics, collapse
@@ -17,6 +20,12 @@ from weaveopt.reporting.sections import sensitivity_lines
 from weaveopt.reporting.terminal import to_text
 from weaveopt.reporting.timeline import title
 from weaveopt.wording import counted
+
+_TURNS = {
+    "turns_at_link": "with {} times the link's bandwidth another graph is best, all else held",
+    "turns_at_contention": "where GEMMs take {} times as long while the library exchanges another graph is best",
+}
+"""Values of a variant that say what would turn the choice, in words."""
 
 
 def find(report: Report, wanted: str) -> tuple[tuple[GraphReport, Decision], ...]:
@@ -38,11 +47,37 @@ def find(report: Report, wanted: str) -> tuple[tuple[GraphReport, Decision], ...
 
 
 def text(report: Report, wanted: str, width: int | None = None, color: bool = False) -> str:
-    """Format the full report of the sites that `wanted` names."""
+    """Format the full report of the sites that `wanted` names, or of variants by their name or that of their rule."""
     parts: list[RenderableType] = []
+    for graph in report.graphs:
+        made = [each for each in graph.variants if each.rule and wanted in (each.rule, each.name)]
+        if made:
+            parts.append(Text(f"graph {graph.name}: {title(graph)}", style="bold"))
+            parts.extend(line for each in (*graph.variants[:1], *made) for line in _variant(graph, each))
+    if parts:
+        return to_text(Group(*parts), width, color)
     for graph, decision in find(report, wanted):
         parts.extend(_site(graph, decision))
     return to_text(Group(*parts), width, color)
+
+
+def _variant(graph: GraphReport, variant: Variant) -> Iterator[RenderableType]:
+    """Lines on a variant of a graph: times, what its rule chose, and every reason against it."""
+    times = [("as it is", variant.baseline_us), ("as decided", variant.predicted_us)]
+    times += [("exposed", variant.exposed_us), ("computation added", variant.added_us)]
+    known = ", ".join(f"{name} {us:,.2f} us" for name, us in times if us is not None)
+    status = "runs" if variant.name == graph.variant else "does not run"
+    yield _line(f"{variant.name}: {status}{f'; {known}' if known else ''}")
+    values = [*variant.parameters, *(pair for why in variant.rejections for pair in why.values)]
+    shown = [(name, value) for name, value in variant.parameters if name not in _TURNS]
+    if shown:
+        yield _line(", ".join(f"{name} {value}" for name, value in shown), 4)
+    for why in variant.rejections:
+        plain = tuple((name, value) for name, value in why.values if name not in _TURNS)
+        yield _line(_reason(replace(why, values=plain)), 4)
+    for name, value in values:
+        if name in _TURNS:
+            yield _line(_TURNS[name].format(value), 4)
 
 
 def _site(graph: GraphReport, decision: Decision) -> list[RenderableType]:
