@@ -15,6 +15,7 @@ from weaveopt.cli.main import main
 from weaveopt.errors import OptionError
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.report import Report
+from weaveopt.records.task import ScheduledTask, Stream
 from weaveopt.reporting import picture
 
 pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is optional")
@@ -49,6 +50,22 @@ def test_an_svg_says_what_happens_before_and_after(whole: Report) -> None:
     assert "8.75 ms" in words and "4.10 ms" in words
     for name in ("compute", "communication", "all_reduce", "gemm", "reduce", "gemm", "attention"):
         assert name in words.splitlines(), name
+
+
+def test_a_variant_that_runs_is_drawn_by_its_schedule(whole: Report) -> None:
+    before = (
+        ScheduledTask("gemm", Stream.COMPUTE, 0.0, 4.0),
+        ScheduledTask("all_to_all", Stream.COMMUNICATION, 4.0, 5.0),
+    )
+    after = (
+        ScheduledTask("gemm", Stream.COMPUTE, 0.0, 4.0),
+        ScheduledTask("all_to_all", Stream.COMMUNICATION, 2.0, 5.0),
+    )
+    graph = replace(whole.graphs[0], schedule_before=before, schedule=after)
+    words = _words(picture.draw(replace(whole, graphs=(graph,)), "svg"))
+    assert "the layers that were captured, before: 9.0 us" in words
+    assert "the layers that were captured, after: 7.0 us" in words
+    assert "all_to_all" in words.splitlines() and "attention" not in words.splitlines()
 
 
 def test_sites_alone_are_called_so(report: Report) -> None:

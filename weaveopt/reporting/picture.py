@@ -1,5 +1,5 @@
 """Picture of the predicted timeline: one layer before rewriting above, after rewriting below, and the whole model on
-the right."""
+the right. Where a variant of the graph runs, whose work overlaps between layers, all captured layers are drawn."""
 
 from __future__ import annotations
 
@@ -69,11 +69,12 @@ def _layer(graph: GraphReport, part: ReportPart | None, above: Axes, below: Axes
     """One place of the part, before and after on the same axis."""
     members: tuple[Block, ...] = () if part is None else part.blocks
     colors: dict[str, str] = {}
-    longest_us = max((span.end_us for fused in (False, True) for *_, span in _spans(members, fused)), default=1.0)
+    longest_us = max((span.end_us for fused in (False, True) for span in _spans(graph, members, fused)), default=1.0)
     named = "no part" if part is None else f"{part.name} (×{part.count})"
+    named = "the layers that were captured" if graph.schedule else named
     where = f"{title(graph)}: {named}{'' if graph.work else ', sites alone'}"
     for axes, fused, times in ((above, False, part and part.before), (below, True, part and part.after)):
-        for _, _, span in _spans(members, fused):
+        for span in _spans(graph, members, fused):
             palette = COLORS[span.stream]
             color = colors.setdefault(span.name, palette[sum(c in palette for c in colors.values()) % len(palette)])
             track = STREAMS.index(span.stream)
@@ -84,15 +85,21 @@ def _layer(graph: GraphReport, part: ReportPart | None, above: Axes, below: Axes
         axes.set_yticks(range(len(STREAMS)), STREAMS)
         axes.set_ylim(len(STREAMS) - 0.4, -0.6)
         axes.set_xlim(0, longest_us)
-        axes.set_title(f"{where}, {'after' if fused else 'before'}: {_words(times or Times())}", fontsize=9, loc="left")
+        ends_us = max((span.end_us for span in _spans(graph, members, fused)), default=0.0)
+        words = f"{ends_us:,.1f} us" if graph.schedule else _words(times or Times())
+        axes.set_title(f"{where}, {'after' if fused else 'before'}: {words}", fontsize=9, loc="left")
     below.set_xlabel("microseconds")
     handles = [_patch(color) for color in colors.values()]
     if handles:
         below.legend(handles, list(colors), ncols=8, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.3))
 
 
-def _spans(members: tuple[Block, ...], fused: bool) -> list[tuple[Block, int, Span]]:
-    return list(spans_of(((block, 0) for block in members), fused))
+def _spans(graph: GraphReport, members: tuple[Block, ...], fused: bool) -> list[Span]:
+    """Spans of a panel: the schedule of the graph if the report has one, otherwise the members one after the other."""
+    if graph.schedule:
+        tasks = graph.schedule if fused else graph.schedule_before
+        return [Span(task.name, task.stream, task.start_us, task.us) for task in tasks if task.stream in STREAMS]
+    return [span for *_, span in spans_of(((block, 0) for block in members), fused)]
 
 
 def _whole(graph: GraphReport, axes: Axes) -> None:
