@@ -61,6 +61,7 @@ def _ratio(rank: int, profile: str) -> tuple[str, float]:
     return weaveopt.report().graphs[-1].variant, float(fastest[0] / fastest[1])
 
 
+@pytest.mark.alone
 def test_a_prompt_in_parts_is_faster_on_a_slow_link(tmp_path: Path) -> None:
     """The profile is given: what `calibrate` measures while other tests run says that little can be hidden."""
     link = Link(gbit_per_s=GBIT)
