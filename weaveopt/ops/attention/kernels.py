@@ -33,18 +33,19 @@ def key_ranges(
     nowhere = 2147483647
     ids = block * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
     columns = mask + ids.to(tl.int64)[None, :] * stride_l
-    some = tl.zeros([BLOCK_KEYS], tl.int32)
-    every = tl.full([BLOCK_KEYS], 1, tl.int32)
+    # Rows are joined element by element, and across threads once, at the end.
+    somes = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.int32)
+    everies = tl.full([BLOCK_ROWS, BLOCK_KEYS], 1, tl.int32)
     for row in range(tile * rows, row_end, BLOCK_ROWS):
         row_ids = row + tl.arange(0, BLOCK_ROWS)
         inside = row_ids < row_end
         here = columns + row_ids.to(tl.int64)[:, None] * stride_s
         found = tl.load(here, mask=inside[:, None] & (ids < num_keys)[None, :], other=0)
         admitted = (found != 0).to(tl.int32)
-        some = tl.maximum(some, tl.max(admitted, 0))
+        somes = tl.maximum(somes, admitted)
         # Rows beyond the last query hide nothing.
-        every = tl.minimum(every, tl.min(tl.where(inside[:, None], admitted, 1), 0))
-    whole = every > 0
+        everies = tl.minimum(everies, tl.where(inside[:, None], admitted, 1))
+    some, whole = tl.max(somes, 0), tl.min(everies, 0) > 0
     first = tl.min(tl.where(some > 0, ids, nowhere), 0)
     end = tl.max(tl.where(some > 0, ids + 1, 0), 0)
     inner_first = tl.min(tl.where(whole, ids, nowhere), 0)
