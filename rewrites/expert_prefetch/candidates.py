@@ -188,6 +188,9 @@ def _ahead(machine: Machine, sharded: ShardedMixture, facts: ExchangeFacts, node
     parts = parts_of(tokens)
     if parts is None or copy_contention(machine) is None:
         against = (*against, not_measured(machine, Fabric.PEER, COPIES))
+    if machine.power is None and not facts.independent and RULE not in context.config.force:
+        message = "copies draw power with the kernels that they run under, and the profile does not say how much"
+        against = (*against, Rejection("power_not_measured", message, (("machine", machine.name),)))
     if parts is None:
         return _Priced(plan, against=against)
     plan = replace(plan, in_place_tokens=(least_hiding(beats_in_place) or 1) - 1)

@@ -137,6 +137,17 @@ def on_peers(decision: Decision) -> tuple[Candidate, Candidate]:
     return found.pop("in_place"), found.pop("ahead")
 
 
+def test_pulls_under_kernels_wait_for_a_profile_that_knows_power() -> None:
+    """Ranks that call together keep sending tokens; independent ones cannot, and a forced rule is not asked."""
+    on_gpus = {"machine": "h100x2", "device": "cuda", "tokens": 8192}
+    [together] = reported(make_call(), **on_gpus, force=()).decisions
+    assert {why.code for why in on_peers(together)[1].rejections} == {"power_not_measured"}
+    for call, more in ((make_call(independent=True), {"force": ()}), (make_call(), {})):
+        [decision] = reported(call, **on_gpus, **more).decisions
+        assert (decision.chosen.choice, decision.chosen.fabric) == (RULE, Fabric.PEER)
+        assert "power_not_measured" not in {why.code for each in on_peers(decision) for why in each.rejections}
+
+
 AT_320_GB_PER_S = tuple(Point(1 << power, 20.0 + (1 << power) / 320e3) for power in range(18, 31, 2))
 
 
