@@ -146,13 +146,16 @@ class Hosts:
         """SIGKILL to whatever runs on these hosts, at once; how many they were."""
         wanted = {os.fstat(self.namespaces[index]).st_ino for index in indices}
         killed: set[int] = set()
+        empty = 0
         while True:
             found = {pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _namespace_of(pid) in wanted}
             found -= {os.getpid(), *killed}
             for pid in found:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            if not found:  # nobody was forked meanwhile
+            # Nobody was forked meanwhile; twice, as a process that is becoming another program may show no namespace.
+            empty = 0 if found else empty + 1
+            if empty == 2:
                 return len(killed)
             killed |= found
 
