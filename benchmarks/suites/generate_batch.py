@@ -23,16 +23,14 @@ import weaveopt
 from benchmarks import record
 from benchmarks.ranks import Place, barrier, slowest
 from benchmarks.suite import CPU, GPU, Asked, Needs, Setting, Suite, product
+from benchmarks.suites import generate
 
 SHAPES = {
     "test": LlamaConfig(
         hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
         vocab_size=2048, max_position_embeddings=4096, tie_word_embeddings=False,
     ),
-    "8b": LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192, tie_word_embeddings=False,
-    ),
+    "8b": generate.SHAPES["8b"],
 }  # fmt: skip
 PAGES = {"test": (16, 256, 256), "8b": (256, 512, 4096)}
 """Tokens of a page, number of pages, most tokens of a step."""

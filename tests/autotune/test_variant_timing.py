@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.fx as fx
 
-from tests.graphs.executing import executing
-from tests.house.test_toys import ROWS_HALVED, chain_inputs, overlapping_machine, stacked
+from tests.autotune.test_verify import reported as reported_of
+from tests.house.test_toys import ROWS_HALVED, overlapping_machine, stacked
 from tests.ranks import run_ranks
 from weaveopt import cost_model
 from weaveopt.autotune import variant_timing
@@ -59,20 +59,10 @@ class SlowGraphs:
         return call
 
 
-def reported(make: SlowGraphs, config: Config, rows: int = 96, dynamic: bool = False) -> GraphReport:
+def reported(make: SlowGraphs, config: Config, dynamic: bool = False) -> GraphReport:
     """Report of `stacked`, whose results are compared with eager."""
     forget()
-    torch._dynamo.reset()
-    reports: list[GraphReport] = []
-    inputs = chain_inputs(rows)
-    for each in (inputs[0], inputs[2]) if dynamic else ():
-        torch._dynamo.mark_dynamic(each, 0)
-    with torch.no_grad():
-        backend = executing(config, reports, ROWS_HALVED, make)
-        compiled = torch.compile(stacked, backend=backend, dynamic=None if dynamic else False)
-        torch.testing.assert_close(compiled(*inputs), stacked(*inputs), rtol=1e-4, atol=1e-4)
-    (report,) = reports
-    return report
+    return reported_of(make, config, ROWS_HALVED, 96, dynamic, stacked)
 
 
 def seen(report: GraphReport) -> tuple[str, list[float | None], list[str], str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from tests.house.toys import FastTanh
 from tests.ranks import collect, run_ranks
 from tests.ranks.tcp_ranks import become_host
 from weaveopt import cost_model
-from weaveopt.autotune.candidate_run import Call
+from weaveopt.autotune.candidate_run import Call, Make
 from weaveopt.autotune.site_timing import forget
 from weaveopt.config import Config
 from weaveopt.records.candidate import LEAVE
@@ -75,8 +75,15 @@ def decided(make: Slow, config: Config, rules: RuleSet, rows: int = ROWS) -> Dec
     return reported(make, config, rules, rows).decisions[0]
 
 
-def reported(make: Slow, config: Config, rules: RuleSet, rows: int = ROWS, dynamic: bool = False) -> GraphReport:
-    """Report of the only graph, whose results are compared with eager."""
+def reported(
+    make: Make,
+    config: Config,
+    rules: RuleSet,
+    rows: int = ROWS,
+    dynamic: bool = False,
+    fn: Callable[..., torch.Tensor] = chain,
+) -> GraphReport:
+    """Report of the only graph of `fn`, whose results are compared with eager."""
     torch._dynamo.reset()
     reports: list[GraphReport] = []
     inputs = chain_inputs(rows)
@@ -84,8 +91,8 @@ def reported(make: Slow, config: Config, rules: RuleSet, rows: int = ROWS, dynam
         torch._dynamo.mark_dynamic(each, 0)
     with torch.no_grad():
         backend = executing(config, reports, rules, make)
-        compiled = torch.compile(chain, backend=backend, dynamic=None if dynamic else False)
-        torch.testing.assert_close(compiled(*inputs), chain(*inputs), rtol=1e-4, atol=1e-4)
+        compiled = torch.compile(fn, backend=backend, dynamic=None if dynamic else False)
+        torch.testing.assert_close(compiled(*inputs), fn(*inputs), rtol=1e-4, atol=1e-4)
     (report,) = reports
     return report
 

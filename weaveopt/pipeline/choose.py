@@ -55,11 +55,11 @@ class TimedGraphs(Protocol):
 class _Time:
     """Time of a graph in steady state, predicted or measured."""
 
-    us: float
+    price: Price
     upper_us: float
     """The same where streams of unmeasured contention do not run at once."""
-    price: Price
     not_measured: frozenset[Pair] = frozenset()
+    is_timed: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class _Measurements:
 
     def _measured(self, index: int, timeline: Timeline) -> _Time:
         us = timeline.steady_us * self.ratios[index]
-        return _Time(us, us, Price.read(us, ("timed", index), self.errors[index], PriceSource.TIMED))
+        return _Time(Price.read(us, ("timed", index), self.errors[index], PriceSource.TIMED), us, is_timed=True)
 
     def upper_us(self, index: int, timeline: Timeline | None) -> float:
         if timeline is None:
@@ -101,7 +101,7 @@ class _Measurements:
 
 
 def _predicted(timeline: Timeline) -> _Time:
-    return _Time(timeline.steady_us, timeline.upper_steady_us, timeline.price, timeline.schedule.not_measured)
+    return _Time(timeline.price, timeline.upper_steady_us, timeline.schedule.not_measured)
 
 
 def choose(
@@ -164,14 +164,17 @@ def _against(times: tuple[_Time, _Time] | None) -> tuple[Rejection, ...]:
         return (Rejection("not_priced", "what the graph runs could not be priced"),)
     captured, variant = times
     error_us = (captured.price - variant.price).error_us
-    if captured.us - variant.upper_us > error_us:
+    if captured.price - variant.upper_us > error_us:
         return ()
-    values = (("captured_us", round(captured.us, 2)), ("predicted_us", round(variant.upper_us, 2)))
-    if captured.us - variant.us > error_us:
+    name = "measured_us" if variant.is_timed else "predicted_us"
+    values = (("captured_us", round(float(captured.price), 2)), (name, round(variant.upper_us, 2)))
+    if captured.price - variant.price > error_us:
         pairs = ", ".join(" and ".join(pair) for pair in sorted(variant.not_measured))
         message = "it saves only by work that runs at once, and how much that slows each other down was not measured"
         return (Rejection("not_measured", message, (*values, ("streams", pairs))),)
     message = "the predicted saving does not exceed what the two predictions may be off by"
+    if variant.is_timed:
+        message = "the measured saving does not exceed what the two times vary by"
     return (Rejection("no_saving", message, (*values, ("error_us", round(error_us, 2)))),)
 
 
