@@ -66,10 +66,10 @@ def test_gpus_fetch_ahead_where_pulls_and_what_they_slow_down_were_measured(grap
     assert (found["slot_bytes"], found["first_layer_bytes"], found["cache_bytes"]) == (2 * missing, missing, 0)
     assert found["bytes_by_weights"] == missing and found["kernels"] == call.kernels
     assert found["fetch_us"] == pytest.approx(found["hidden_us"] + found["exposed_us"], abs=0.2)
-    chosen, call = fetched_ahead(machine, graphs, config=Config(expert_cache_bytes=missing // 2 + 100))
+    chosen, call = fetched_ahead(machine, graphs, config=Config(expert_cache_bytes=missing // 2 + 100, force=(RULE,)))
     found = dict(chosen.parameters)
     assert call.cache_bytes == missing // 2 + 100 and found["cache_bytes"] == missing // 2 == found["slot_bytes"] // 2
-    chosen, _ = fetched_ahead(machine, graphs, config=Config(expert_cache_bytes=1 << 40))
+    chosen, _ = fetched_ahead(machine, graphs, config=Config(expert_cache_bytes=1 << 40, force=(RULE,)))
     found = dict(chosen.parameters)
     assert (found["slot_bytes"], found["bytes_by_weights"], found["fetch_us"], found["exposed_us"]) == (0, 0, 0, 0)
 
