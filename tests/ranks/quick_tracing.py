@@ -5,6 +5,8 @@ What is compiled, and which guards it has, stays the same.
 
 from __future__ import annotations
 
+import logging
+
 import torch._dynamo.config
 import torch._dynamo.guards as guards
 import torch._dynamo.symbolic_convert as symbolic_convert
@@ -35,8 +37,9 @@ def install() -> None:
     symbolic_convert.get_funcname = lambda filename, lineno: None
     # A log of each object that a graph changes, with the stack of the call.
     torch._dynamo.config.side_effect_replay_policy = "silent"
-    # A trace for tools, which only ends when it first finds that nobody asked for it.
-    logs.trace_log.handlers.clear()
+    # A trace for tools, written as long as its logger has handlers: torch's own, which ends when it first finds that
+    # nobody asked for it, and those that pytest gives to all loggers that it finds and that pass nothing on.
+    logs.trace_log = logging.Logger(logs.trace_log.name)
     # Each process group that is made has the next compile look up thousands of names anew, in case the rules were read
     # before torch.distributed was there.
     trace_rules.clear_lru_cache()
