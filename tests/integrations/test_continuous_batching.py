@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 import torch.fx as fx
-from transformers import CompileConfig, GenerationConfig, PreTrainedModel
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers import CompileConfig
 from transformers.generation.continuous_batching.cache_allocators import (
     CachePool,
     FullAttentionCacheAllocator,
@@ -19,6 +16,7 @@ from transformers.generation.continuous_batching.cache_allocators import (
 )
 
 import weaveopt
+from tests.graphs.batching import batching, compiled, prompts, tokens
 from tests.graphs.executing import without_code
 from tests.graphs.generating import build
 from tests.graphs.models import FAMILIES as KNOWN
@@ -31,44 +29,6 @@ from weaveopt.integrations.transformers import continuous_batching as module
 
 FAMILIES = ("llama", "mistral", "gemma3_text", "qwen3_moe")
 """Full attention, windows alone, both, and a mixture."""
-
-
-@pytest.fixture(autouse=True)
-def own_update() -> Iterator[None]:
-    """Each test begins with transformers' own cache."""
-    update = PagedAttentionCache.update
-    own = getattr(update, "__wrapped__", update) if module._install.cache_info().currsize else update
-    PagedAttentionCache.update = own
-    module._install.cache_clear()
-    yield
-    PagedAttentionCache.update = own
-    module._install.cache_clear()
-
-
-def prompts(count: int, seed: int = 0, longest: int = 20) -> list[list[int]]:
-    numbers = random.Random(seed)
-    return [[numbers.randrange(3, 120) for _ in range(numbers.randint(1, longest))] for _ in range(count)]
-
-
-def batching(compiled: CompileConfig | None = None, num_blocks: int = 32) -> ContinuousBatchingConfig:
-    return ContinuousBatchingConfig(
-        num_blocks=num_blocks, page_size=16, max_batch_tokens=64, use_cuda_graph=False, varlen_compile_config=compiled
-    )
-
-
-def tokens(
-    model: PreTrainedModel, inputs: Sequence[list[int]], config: ContinuousBatchingConfig, new: int = 5
-) -> list[list[int]]:
-    how = GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=-1)
-    found = model.generate_batch(
-        inputs=list(inputs), generation_config=how, continuous_batching_config=config, progress_bar=False
-    )
-    assert [each.error for each in found.values()] == [None] * len(inputs)
-    return [found[f"req_{at}"].generated_tokens for at in range(len(inputs))]
-
-
-def compiled(options: dict[str, object] | None = None, **settings: int) -> ContinuousBatchingConfig:
-    return weaveopt.continuous_batching(batching(**settings), options)["continuous_batching_config"]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -72,6 +72,8 @@ class Rounds:
         self._store, self._host = store, host
         self._round = 0
         self._address: Address | None = None
+        self._peers: dict[int, Address] = {}
+        """Addresses of the other ranks that were read, by index: the store may be gone with a rank."""
 
     @property
     def where(self) -> str:
@@ -146,6 +148,12 @@ class Rounds:
         except AgreementError:
             return ""
 
+    def silent(self) -> tuple[int, ...]:
+        """Global ranks that have an address and do not answer there: their processes ended, or are stopped."""
+        with contextlib.suppress(AgreementError):
+            bounded(self._read_peers, self.where, "the addresses of ranks", _WORDS_S)
+        return tuple(self._ranks[at] for at, address in self._peers.items() if positions.ask(address) is None)
+
     def begin_compiling(self) -> None:
         """Counts this rank as one that compiles a graph whose plan was agreed before; `end_compiling` ends it."""
         self._add(1)
@@ -176,6 +184,12 @@ class Rounds:
             weakref.finalize(self, positions.stop, self._address).atexit = False
             if self._address is not None:
                 self._store.set(f"address/{self._index}", json.dumps(asdict(self._address)))
+
+    def _read_peers(self) -> None:
+        for index in range(len(self._ranks)):
+            key = f"address/{index}"
+            if index != self._index and index not in self._peers and self._store.check([key]):
+                self._peers[index] = Address(**json.loads(self._store.get(key)))
 
     def _add(self, amount: int) -> None:
         with contextlib.suppress(AgreementError):
@@ -221,6 +235,7 @@ class Rounds:
 
     def _read(self, number: int, keys: Sequence[str]) -> tuple[str, ...]:
         found = tuple(self._store.get(key).decode() for key in keys)
+        self._read_peers()
         with contextlib.suppress(RuntimeError):  # where the store is gone by now, no rank waits for this one
             self._store.set(f"{self._key(number, self._index)}/read", "")
         return found
@@ -229,12 +244,10 @@ class Rounds:
         """Ask the missing ranks how far they are: why none of them will come, and which ones; None if they may."""
         own = self.position()
         answers: dict[int, Position] = {}
+        self._read_peers()
         for index in missing:
-            key = f"address/{index}"
-            if self._store.check([key]):
-                found = positions.ask(Address(**json.loads(self._store.get(key))))
-                if found is not None:
-                    answers[index] = found
+            if index in self._peers and (found := positions.ask(self._peers[index])) is not None:
+                answers[index] = found
         running = [index for index, theirs in answers.items() if theirs.calls > own.calls]
         if running:
             return Why.RUNS, running

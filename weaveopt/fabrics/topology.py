@@ -251,6 +251,12 @@ def last_words(group_name: str, rank: int) -> str:
     return "" if known is None or known.rounds is None else known.rounds.words_of(rank)
 
 
+def silent_ranks(group_name: str) -> tuple[int, ...]:
+    """Global ranks of the group whose processes are gone or do not answer; empty where its ranks compared no graph."""
+    known = _known.get(group_name)
+    return () if known is None or known.rounds is None else known.rounds.silent()
+
+
 def process_group(group_name: str) -> dist.ProcessGroup:
     """The process group of that name, or `WeaveError`."""
     try:

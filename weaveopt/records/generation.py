@@ -55,8 +55,44 @@ class LeftCall:
 
 
 @dataclass(frozen=True)
+class BatchedPath:
+    """Steps of continuous batching that ran on one of transformers' paths."""
+
+    path: str
+    """`varlen`, for steps of any lengths, or `block_tables`, for those of one token a request."""
+    backend: str
+    """Backend that the path is compiled with; `none` if it is not compiled."""
+    sizes: tuple[tuple[int, int], ...]
+    """(tokens of a step with its padding, number of such steps), ascending."""
+
+    @property
+    def steps(self) -> int:
+        return sum(number for _, number in self.sizes)
+
+
+@dataclass(frozen=True)
+class BatchingReport:
+    """Report of all loops of continuous batching for one model."""
+
+    paths: tuple[BatchedPath, ...] = ()
+    loop_us: float = 0.0
+    """Time of the passes of the loop that made a step, scheduling and bookkeeping included; without those that
+    compiled."""
+    step_us: float = 0.0
+    """Part of `loop_us` from the launch of a step to its tokens on the host."""
+    overlapped: bool = False
+    """True if steps were prepared while others ran (transformers' asynchronous batching)."""
+
+    @property
+    def host_share(self) -> float | None:
+        """Share of the loop in which no step ran; None where steps overlap with it, or nothing was timed."""
+        return 1 - self.step_us / self.loop_us if self.loop_us and not self.overlapped else None
+
+
+@dataclass(frozen=True)
 class GenerationReport:
-    """Report of all calls of `weaveopt.generate` for one model."""
+    """Report of all calls of `weaveopt.generate`, and of `generate_batch`, for one model."""
 
     steps: tuple[StepReport, ...] = ()
     left: tuple[LeftCall, ...] = ()
+    batching: BatchingReport = BatchingReport()

@@ -22,7 +22,7 @@ from weaveopt.records.candidate import (
     Term,
     Values,
 )
-from weaveopt.records.generation import GenerationReport, LeftCall, StepReport
+from weaveopt.records.generation import BatchingReport, GenerationReport, LeftCall, StepReport
 from weaveopt.records.memory import Channel, Lifetime, MemoryPlan, PlacedBuffer
 from weaveopt.records.price import Price, PriceSource, Uncertainty
 from weaveopt.records.report import (
@@ -317,10 +317,11 @@ class _LeftCall(Struct, frozen=True):
 class _Generation(Struct, frozen=True):
     steps: tuple[StepReport, ...] = ()
     left: tuple[_LeftCall, ...] = ()
+    batching: BatchingReport = BatchingReport()
 
     def record(self) -> GenerationReport:
         left = (LeftCall(each.loop, _rejections(each.reasons), each.count) for each in self.left)
-        return GenerationReport(self.steps, tuple(left))
+        return GenerationReport(self.steps, tuple(left), self.batching)
 
 
 class _World(Struct, frozen=True):

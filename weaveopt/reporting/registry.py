@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from weaveopt.errors import WeaveError
 from weaveopt.inductor import breaks, dynamo, outside
+from weaveopt.integrations.transformers import batching_loop
 from weaveopt.records.candidate import Rejection
 from weaveopt.records.generation import GenerationReport, LeftCall, StepReport
 from weaveopt.records.report import GraphBreak, GraphReport, MachineSummary, OutsideCommunication, Report, Uncompiled
@@ -178,6 +179,7 @@ def report(model: object | None = None) -> Report:
         generation = GenerationReport(
             tuple(step for found in _generation.values() for step in found.steps),
             tuple(left for found in _generation.values() for left in found.left),
+            batching_loop.report_of(None),
         )
         found = _Found("all compiled graphs", entries, tuple(dynamo.under_stances(None)), generation)
     elif isinstance(model, torch.nn.Module):
@@ -212,7 +214,8 @@ def _of_module(model: torch.nn.Module, entries: Sequence[Entry]) -> _Found:
         own = [entry for entry in entries if entry.runs and not classes.isdisjoint(entry.classes)]
         notes = (_SHARED.format(name=name),) if own else ()
     stances = tuple(dynamo.under_stances(modules))
-    return _Found(name, own, stances, _generation.get(module, GenerationReport()), notes)
+    generation = replace(_generation.get(module, GenerationReport()), batching=batching_loop.report_of(module))
+    return _Found(name, own, stances, generation, notes)
 
 
 def _of_function(function: object, entries: Sequence[Entry]) -> _Found:

@@ -31,6 +31,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 
 from weaveopt.config import OptionValue
 from weaveopt.errors import WeaveError
+from weaveopt.integrations.transformers import batching_loop
 
 Tensor = torch.Tensor
 Arguments = MutableMapping[str, Any]
@@ -92,6 +93,7 @@ def continuous_batching(
         own.q_padding_interval_size = own.q_padding_interval_size or QUERY_INTERVAL
         own.kv_padding_interval_size = own.kv_padding_interval_size or KEY_INTERVAL
     _install()
+    batching_loop.install()
     return {"continuous_batching_config": own}
 
 

@@ -1,0 +1,37 @@
+"""Requests for `generate_batch`, its config with a small cache, and the tokens that it finds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+import weaveopt
+
+
+def prompts(count: int, seed: int = 0, longest: int = 20) -> list[list[int]]:
+    numbers = random.Random(seed)
+    return [[numbers.randrange(3, 120) for _ in range(numbers.randint(1, longest))] for _ in range(count)]
+
+
+def batching(compiled: CompileConfig | None = None, num_blocks: int = 32) -> ContinuousBatchingConfig:
+    return ContinuousBatchingConfig(
+        num_blocks=num_blocks, page_size=16, max_batch_tokens=64, use_cuda_graph=False, varlen_compile_config=compiled
+    )
+
+
+def tokens(
+    model: PreTrainedModel, inputs: Sequence[list[int]], config: ContinuousBatchingConfig, new: int = 5
+) -> list[list[int]]:
+    how = GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=-1)
+    found = model.generate_batch(
+        inputs=list(inputs), generation_config=how, continuous_batching_config=config, progress_bar=False
+    )
+    assert [each.error for each in found.values()] == [None] * len(inputs)
+    return [found[f"req_{at}"].generated_tokens for at in range(len(inputs))]
+
+
+def compiled(options: dict[str, object] | None = None, **settings: int) -> ContinuousBatchingConfig:
+    return weaveopt.continuous_batching(batching(**settings), options)["continuous_batching_config"]  # type: ignore[arg-type]
