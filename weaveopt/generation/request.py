@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
@@ -198,12 +197,3 @@ def _criteria_reasons(criteria: StoppingCriteriaList) -> list[Rejection]:
     if not any(type(each) is MaxLengthCriteria for each in criteria):
         no.append(Rejection("stopping_criterion", "there is no maximum length"))
     return no
-
-
-def weights_fingerprint(model: torch.nn.Module) -> int:
-    """Changes with the memory of any weight: captured steps read addresses."""
-    places = []
-    for tensor in (*model.parameters(), *model.buffers()):
-        local = getattr(tensor, "_local_tensor", tensor)
-        places.append(local.data_ptr())
-    return hash(tuple(places))

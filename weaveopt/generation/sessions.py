@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 from weaveopt.errors import WeaveError
 from weaveopt.generation import layers
 from weaveopt.generation.compiling import Backend
-from weaveopt.generation.request import GenerationRequest, weights_fingerprint
+from weaveopt.generation.request import GenerationRequest
 from weaveopt.generation.session import DecodeSession
 from weaveopt.generation.step import Buffers
+from weaveopt.integrations.transformers.kept_managers import weights_fingerprint
 from weaveopt.records.candidate import Rejection
 
 MAX_SESSIONS = 4

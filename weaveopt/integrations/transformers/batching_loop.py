@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 
 from weaveopt.errors import PeerTimeoutError, WeaveError
 from weaveopt.fabrics import topology
+from weaveopt.integrations.transformers.kept_managers import KeptProcessor, begin_loop
 from weaveopt.records.generation import BatchedPath, BatchingReport
 
 VARLEN, BLOCK_TABLES = "varlen", "block_tables"
@@ -52,11 +53,10 @@ class Inputs(Protocol):
     use_block_table: bool
 
 
-class Processor(Protocol):
+class Processor(KeptProcessor, Protocol):
     """transformers' ContinuousBatchProcessor; in asynchronous loops `inputs_and_outputs` holds two pairs."""
 
     cb_config: BatchingConfig
-    inputs_and_outputs: Any
 
 
 class Manager(Protocol):
@@ -65,6 +65,8 @@ class Manager(Protocol):
     model: torch.nn.Module
     continuous_batching_config: BatchingConfig
     distributed_helper: TensorParallelRanks
+    current_batch: int
+    """Steps of this loop so far."""
 
 
 @dataclass
@@ -117,6 +119,8 @@ def install() -> None:
     def watched_body(self: Manager, batch_processor: Processor, bootstrapping: bool) -> bool:
         if not _is_ours(self.continuous_batching_config):
             return body(self, batch_processor, bootstrapping)
+        if self.current_batch == 0:
+            begin_loop(self.model, batch_processor)
         counts = _counts.setdefault(self.model, LoopCounts())
         num_steps, num_graphs, began = counts.num_steps, _num_graphs(), perf_counter()
         try:

@@ -1,0 +1,66 @@
+"""A manager of continuous batching that is kept from call to call (`persistent_manager=True`), after weights changed.
+
+It keeps pages of earlier requests, which later ones with the same prefix share, and captured steps, which read the
+weights where they were.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+
+from weaveopt.errors import WeaveError
+
+
+class PagedCache(Protocol):
+    """transformers' PagedAttentionCache."""
+
+    dtype: torch.dtype
+
+    def reset(self) -> None: ...
+
+
+class KeptProcessor(Protocol):
+    """transformers' ContinuousBatchProcessor."""
+
+    cache: PagedCache
+    inputs_and_outputs: Any
+
+
+_fingerprints: weakref.WeakKeyDictionary[KeptProcessor, int] = weakref.WeakKeyDictionary()
+
+
+def begin_loop(model: torch.nn.Module, processor: KeptProcessor) -> None:
+    """Drop what earlier loops of the processor have left, before the first step of a loop.
+
+    Pages go in any case: weights that were changed in place cannot be distinguished from others. Captured steps go where a
+    weight has moved. Raises `WeaveError` where the model has another dtype than the pages.
+    """
+    dtype = getattr(model, "dtype", processor.cache.dtype)
+    if dtype is not processor.cache.dtype:
+        raise WeaveError(
+            f"continuous batching: the model is {dtype} now, and its manager was made for {processor.cache.dtype} and "
+            "kept: call model.destroy_cached_continuous_batching_manager() after changing the dtype"
+        )
+    fingerprint = weights_fingerprint(model)
+    before = _fingerprints.get(processor)
+    _fingerprints[processor] = fingerprint
+    if before is None:
+        return
+    processor.cache.reset()
+    if before != fingerprint:
+        inputs = processor.inputs_and_outputs
+        pairs = getattr(inputs, "io_pairs", None)
+        for each in [inputs] if pairs is None else [pair.device_io for pair in pairs]:
+            each.graphs = type(each.graphs)()
+
+
+def weights_fingerprint(model: torch.nn.Module) -> int:
+    """Changes with the memory of any weight: captured steps read addresses."""
+    places = []
+    for tensor in (*model.parameters(), *model.buffers()):
+        local = getattr(tensor, "_local_tensor", tensor)
+        places.append(local.data_ptr())
+    return hash(tuple(places))
