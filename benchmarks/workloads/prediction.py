@@ -89,6 +89,8 @@ class Trial:
         self.span = prediction_sweep.GPU if self.is_gpu else prediction_sweep.CPU
         self.most = 0
         """On shared memory: the most tokens of a site."""
+        self.code_us = 0.0 if self.is_gpu else memory.call_us(self.clock, device, memory.NORM)
+        """CPU ranks: host time of the generated code around a kernel, which is no part of its price."""
 
     def add(self, kind: str, case: dict[str, record.Scalar], sample: Sample) -> None:
         named: dict[str, record.Scalar] = {"kind": kind, **case}
@@ -132,10 +134,7 @@ class Trial:
         torch._dynamo.config.recompile_limit = 1024
         for tokens, hidden in self.cases.norms[:2] if self.quick else self.cases.norms:
             _, sample = memory.fused_kernel(self.clock, self.device, memory.NORM, tokens, hidden, 10.0)
-            launch = self.machine.launch
-            if not self.is_gpu and launch is not None:
-                # On CPU ranks the call of a compiled function is paid once a graph.
-                sample = Sample(max(sample.us - launch.graph_us, 0.3), sample.spread)
+            sample = Sample(max(sample.us - self.code_us, 0.3), sample.spread)
             self.add("add_norm", {"tokens": tokens, "hidden": hidden}, slowest([sample])[0])
         for case in self.cases.attention[:2] if self.quick else self.cases.attention:
             sample = slowest([attention.attention(self.clock, self.device, case, 30.0)])[0]
@@ -151,9 +150,8 @@ class Trial:
         little_us = launch.graph_us if self.is_gpu else launch.eager_us
         for kind in kinds[:1] if self.quick else kinds:
             for size in self.cases.message_bytes:
-                sample = self.clock.together(collectives.collective(ranks, kind, size), 50.0, ranks.process_group)
-                own = Sample(sample.us - little_us, sample.spread)
-                self.add(kind, {"ranks": ranks.world, "bytes": size}, own)
+                sample = collectives.library_call(self.clock, ranks, kind, size, 50.0, little_us)
+                self.add(kind, {"ranks": ranks.world, "bytes": size}, sample)
 
     # Sites: every candidate of one, and leaving it alone.
 
@@ -196,7 +194,14 @@ class Trial:
         """Sites at which only leaving and the choice are measured."""
 
         def leaving(launch: Launch) -> prediction_sweep.Timed:
-            return lambda expected_us: self.leave(ranks, launch, expected_us)
+            # On CPU ranks without guards, which are paid once a graph.
+            guards_us = 0.0 if self.is_gpu or self.machine.launch is None else self.machine.launch.graph_us
+
+            def timed(expected_us: float) -> Sample:
+                sample = self.leave(ranks, launch, expected_us)
+                return Sample(max(sample.us - guards_us, 1.0), sample.spread)
+
+            return timed
 
         def exchange(fused: Fused) -> prediction_sweep.Timed:
             return self.exchange(ranks, fused)
@@ -204,11 +209,8 @@ class Trial:
         self.rows += prediction_sweep.measure(self.machine, ranks, self.swept(ranks), leaving, exchange)
 
     def leave(self, ranks: Ranks, launch: Launch, expected_us: float) -> Sample:
-        """A site left alone; on CPU ranks without the call of a compiled function, which is paid once a graph."""
-        sample = self.clock.together(launch, expected_us, ranks.process_group)
-        if not self.is_gpu and self.machine.launch is not None:
-            sample = Sample(max(sample.us - self.machine.launch.graph_us, 1.0), sample.spread)
-        return sample
+        """A site left alone."""
+        return self.clock.together(launch, expected_us, ranks.process_group)
 
     def exchange(self, ranks: Ranks, fused: Fused, copy_us: float | None = None) -> prediction_sweep.Timed:
         """A fused kernel, ready for the clock; on CPU ranks without the copy that spares a GEMM, of `copy_us`."""
@@ -243,8 +245,14 @@ class Trial:
 
 def unfused_site(ranks: Ranks, hidden: int, tokens: int) -> Launch:
     """Leaving a site alone in a graph of one size."""
-    torch._dynamo.reset()
-    x = torch.randn(tokens, hidden, device=ranks.device, dtype=torch.bfloat16)
-    residual, weight = torch.zeros_like(x), torch.ones(hidden, device=ranks.device, dtype=torch.bfloat16)
-    compiled = torch.compile(memory.add_norm, dynamic=False)
-    return prediction_sweep.left_alone(ranks, compiled, x, residual, weight)
+    inputs = memory.kernel_inputs(ranks.device, memory.NORM, tokens, hidden)
+    compiled: prediction_sweep.Compiled
+    if ranks.device.type == "cpu":  # without guards, which are paid once a graph
+        code = memory.generated_code(memory.add_norm, inputs)
+
+        def compiled(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> object:
+            return code([x, residual, weight])
+    else:
+        torch._dynamo.reset()
+        compiled = torch.compile(memory.add_norm, dynamic=False)
+    return prediction_sweep.left_alone(ranks, compiled, *inputs)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
+import torch.fx as fx
 import torch.nn.functional as F
 
 from weaveopt.cost_model.machine import MemoryCosts, RowCurve
@@ -57,13 +58,47 @@ NORM = MemoryKernel(add_norm, 2, 4, True)
 GATE = MemoryKernel(gate, 2, 3, False)
 
 
-def compiled_call(device: torch.device, kernel: MemoryKernel, tokens: int, hidden: int) -> Launch:
-    """Inductor's kernel for static shapes, compiled."""
+Code = Callable[[list[Tensor]], object]
+"""Generated code by its list of inputs, which it empties."""
+
+
+def generated_code(function: Callable[..., object], inputs: Sequence[Tensor]) -> Code:
+    """Inductor's code for static shapes, compiled, without Dynamo's guards. Inputs come in the order of their use."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
     torch._dynamo.reset()
-    compiled = torch.compile(kernel.function, dynamic=False)
+    codes: list[Code] = []
+
+    def keep(*arguments: object, **more: object) -> object:
+        codes.append(compile_fx_inner(*arguments, **more))  # type: ignore[arg-type]
+        return codes[-1]
+
+    def backend(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., object]:
+        return compile_fx(graph, examples, inner_compile=keep)  # type: ignore[arg-type,return-value]
+
+    with torch._functorch.config.patch(enable_autograd_cache=False):  # it knows functions whole, not their code
+        torch.compile(function, dynamic=False, backend=backend)(*inputs)
+    [code] = codes
+    return code
+
+
+def kernel_inputs(device: torch.device, kernel: MemoryKernel, tokens: int, hidden: int) -> list[Tensor]:
     inputs = [torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16) for _ in range(kernel.inputs)]
     if kernel.takes_weight:
         inputs.append(torch.randn(hidden, device=device, dtype=torch.bfloat16))
+    return inputs
+
+
+def compiled_call(device: torch.device, kernel: MemoryKernel, tokens: int, hidden: int) -> Launch:
+    """Inductor's kernel for static shapes, compiled; on CPU ranks without guards, which are paid once a graph and take
+    longer than a small kernel.
+    """
+    inputs = kernel_inputs(device, kernel, tokens, hidden)
+    if device.type == "cpu":
+        code = generated_code(kernel.function, inputs)
+        return lambda index: code(list(inputs))
+    torch._dynamo.reset()
+    compiled = torch.compile(kernel.function, dynamic=False)
     compiled(*inputs)
     return lambda index: compiled(*inputs)
 
@@ -73,6 +108,11 @@ def fused_kernel(
 ) -> tuple[int, Sample]:
     """Inductor's kernel for static shapes, as (bytes read and written, time)."""
     return kernel.num_bytes(tokens, hidden), clock.alone(compiled_call(device, kernel, tokens, hidden), expected_us)
+
+
+def call_us(clock: Clock, device: torch.device, kernel: MemoryKernel) -> float:
+    """Host time of the generated code around a kernel: a call with rows of 8 elements."""
+    return clock.alone(compiled_call(device, kernel, 1, 8), 2.0).us
 
 
 def copy(clock: Clock, device: torch.device, num_bytes: int, expected_us: float) -> Sample:
@@ -116,14 +156,16 @@ class MemoryKernels(Family):
                 else:
                     mine.append((kernel.num_bytes(count, row), Sample(0.0, 0.0)))
             large = 1 << (31 if session.is_gpu else 28)
-            copied = Sample(0.0, 0.0)
+            copied, apart_us = Sample(0.0, 0.0), 0.0
             if active:
+                # Of CPU ranks, what generated code costs the host is a price of its own.
+                apart_us = 0.0 if session.is_gpu else call_us(session.clock, session.device, NORM)
                 copied = copy(session.clock, session.device, large, large / (3e6 if session.is_gpu else 1e4))
+        for at, (num_bytes, sample) in enumerate(mine):
+            mine[at] = num_bytes, Sample(max(sample.us - apart_us, 0.0), sample.spread)
         merged = slowest([sample for _, sample in mine] + [copied])
-        call_us = 0.0 if session.is_gpu else session.launch_us
         for (kernel, row, _), (num_bytes, _), sample in zip(cases, mine, merged, strict=False):
-            # On CPU ranks the call of a compiled function is paid once a graph, not once a kernel.
-            own = Sample(max(sample.us - call_us, 0.3), sample.spread)
+            own = Sample(max(sample.us, 0.3), sample.spread)
             found = self.norms.setdefault(row, []) if kernel is NORM else self.gates
             found.append((num_bytes, own))
         self.copied = (large, merged[-1])
