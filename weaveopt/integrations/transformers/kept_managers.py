@@ -35,8 +35,8 @@ _fingerprints: weakref.WeakKeyDictionary[KeptProcessor, int] = weakref.WeakKeyDi
 def begin_loop(model: torch.nn.Module, processor: KeptProcessor) -> None:
     """Drop what earlier loops of the processor have left, before the first step of a loop.
 
-    Pages go in any case: weights that were changed in place cannot be distinguished from others. Captured steps go where a
-    weight has moved. Raises `WeaveError` where the model has another dtype than the pages.
+    Pages go in any case: weights that were changed in place cannot be distinguished from others. Captured steps go
+    where a weight has moved. Raises `WeaveError` where the model has another dtype than the pages.
     """
     dtype = getattr(model, "dtype", processor.cache.dtype)
     if dtype is not processor.cache.dtype:
