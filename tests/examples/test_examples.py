@@ -67,6 +67,15 @@ def test_train_step_has_eagers_gradients() -> None:
     assert "forward" in found and "backward" in found
 
 
+def test_rollout_compiles_once_and_ranks_sample_the_same_tokens() -> None:
+    """On forked ranks too."""
+    shape = ("--hidden", "64", "--layers", "1", "--prompts", "2", "--new-tokens", "4", "--rounds", "2")
+    (code, found), (other, _) = run_ranks(_run, 2, "rollout.py", shape, True, timeout_s=LIMIT_S, grouped=False)
+    assert code == other == 0, found
+    assert "round 1: mean reward" in found and "policy-gradient step" in found
+    assert "all_reduce_rms_norm" in found and "all rounds ran 2 graphs" in found
+
+
 def test_trainer_has_eagers_losses() -> None:
     """On forked ranks too."""
     arguments = ("--hidden", "64", "--layers", "1", "--steps", "2")
@@ -139,7 +148,9 @@ def test_two_hosts_meet(meeting: str) -> None:
     assert all("ranks met: 2" in text for text in printed), printed
 
 
-@pytest.mark.parametrize("name", ["generate.py", "train_step.py", "trainer.py", "hand_written.py", "score.py"])
+@pytest.mark.parametrize(
+    "name", ["generate.py", "train_step.py", "trainer.py", "hand_written.py", "score.py", "rollout.py"]
+)
 def test_examples_have_a_main(name: str) -> None:
     text = (ROOT / "examples" / name).read_text()
     assert "def main() -> int:" in text and "sys.exit(main())" in text
