@@ -5,6 +5,7 @@ cpu              the same on CPU ranks
 masked           weaveopt's kernel, which reads a mask of booleans and only those keys that it admits; also soft caps
                  and sinks, and a few queries against many keys
 grouped          the operator that is there, with its mask, but keys and values not repeated
+paged            weaveopt's kernel over a paged cache: each request of a batch reads its own rows, by their index
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from weaveopt.cost_model import Attention
+from weaveopt.cost_model.attention import curve_of
 from weaveopt.inductor.calls import ATTENTION, MEMORY, AttentionCall, MemoryCall
 from weaveopt.inductor.kernels import KernelContext
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term, Values
@@ -30,6 +32,7 @@ class AttentionImplementation(StrEnum):
     CPU = "cpu"
     MASKED = "masked"
     GROUPED = "grouped"
+    PAGED = "paged"
 
 
 LIBRARY = frozenset({AttentionImplementation.FLASH, AttentionImplementation.CUDNN, AttentionImplementation.CPU})
@@ -42,7 +45,7 @@ FORMS = {
     ),
     "cpu": (AttentionImplementation.CPU, AttentionImplementation.GROUPED),
 }
-"""Those that a device may have."""
+"""Those that a device may have; where keys are rows of a paged cache, `PAGED` too."""
 TAKE_GROUPS = frozenset(
     {
         "_scaled_dot_product_cudnn_attention",
@@ -55,6 +58,8 @@ HALVES = ("bfloat16", "float16")
 LARGEST_HEAD = 256
 LARGEST_HEAD_OF_CUDNN = 192
 """With values of at most 128; what torch's own checks let through on Hopper."""
+PAGED_OPERATORS = 12
+"""Operators of torch that `PAGED` runs on a CPU in addition to attention and to what the cache's update runs."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +81,22 @@ class CausalAttentionTerms:
     surroundings: KernelContext
     has_triton: bool = True
     """False on a host with GPUs that lacks Triton: the masked kernel would be plain torch there."""
+    is_forced: bool = False
+    """True if the rule is used whatever it costs: then a kernel needs no time."""
 
 
 def candidates(
     facts: AttentionFacts, tokens: TokenCounts, terms: CausalAttentionTerms, usable_only: bool
 ) -> Iterator[tuple[Candidate, CausalAttentionPlan]]:
-    for form in FORMS[terms.surroundings.machine.device]:
+    paged = () if facts.paged is None else (AttentionImplementation.PAGED,)
+    for form in (*FORMS[terms.surroundings.machine.device], *paged):
         lowered = _lowered(form, facts)
-        reasons = (lowered,) if isinstance(lowered, Rejection) else tuple(_against(form, lowered, facts, terms))
+        if isinstance(lowered, Rejection):
+            reasons: tuple[Rejection, ...] = (lowered,)
+        elif form is AttentionImplementation.PAGED:
+            reasons = tuple(_against_paged(facts, _at(facts, tokens), terms))
+        else:
+            reasons = tuple(_against(form, lowered, facts, terms))
         if reasons:
             if not usable_only:
                 yield Candidate(RULE, Fabric.LIBRARY, form.value, rejections=reasons), CausalAttentionPlan(form)
@@ -109,6 +122,9 @@ def _parameters(lowered: CausalAttentionPlan) -> Values:
 def _lowered(form: AttentionImplementation, facts: AttentionFacts) -> CausalAttentionPlan | Rejection:
     """The arguments that make `form` compute what the site does."""
     mask = facts.mask
+    if form is AttentionImplementation.PAGED:
+        assert facts.paged is not None
+        return CausalAttentionPlan(form, causal=True, window=facts.paged.window)
     if form is AttentionImplementation.GROUPED:
         if facts.is_repeated and facts.operator in TAKE_GROUPS:
             return CausalAttentionPlan(form)
@@ -133,6 +149,30 @@ def _lowered(form: AttentionImplementation, facts: AttentionFacts) -> CausalAtte
         values = (("queries", facts.queries), ("keys", facts.keys), ("mask", str(mask)))
         return Rejection("mask_not_supported", "the last query is not at the last key that some query reads", values)
     return CausalAttentionPlan(form, causal=True, window=mask.window, num_keys=last % facts.keys)
+
+
+def _against_paged(facts: AttentionFacts, whole: Attention, terms: CausalAttentionTerms) -> Iterator[Rejection]:
+    machine = terms.surroundings.machine
+    if machine.device != "cuda":
+        return
+    if facts.dtype not in HALVES:
+        yield Rejection("dtype_not_supported", "the kernel supports bfloat16 and float16", (("dtype", facts.dtype),))
+    if not terms.has_triton:
+        yield Rejection("no_triton", "Triton, which the kernel is written in, is not installed: pip install triton")
+    if facts.head_dim > LARGEST_HEAD:
+        values = (("head_dim", facts.head_dim),)
+        yield Rejection("head_size", "the kernel supports head sizes of at most 256", values)
+    if not terms.is_forced and curve_of(machine, _of_requests(facts, whole)) is None:
+        message = "the profile holds no time of this kernel: force the rule to use it"
+        yield Rejection("not_measured", message, (("profile", machine.name), ("dtype", facts.dtype)))
+
+
+def _of_requests(facts: AttentionFacts, whole: Attention) -> Attention:
+    """Attention of every query with the keys of its own request, of requests as long as one another. The longest of the
+    traced step is no better: transformers traces a step that it makes up."""
+    assert facts.paged is not None
+    keys = -(-whole.kv_len // facts.paged.requests)
+    return replace(whole, kv_len=keys, kernel=AttentionImplementation.PAGED.value)
 
 
 def _against(
@@ -185,10 +225,21 @@ def _at(facts: AttentionFacts, tokens: TokenCounts) -> Attention:
     return AttentionCall(attention).at(tokens.hint / (facts.batch * facts.queries))
 
 
+def _paged_estimate(attention: Attention, surroundings: KernelContext) -> Estimate:
+    if surroundings.machine.device != "cpu":
+        return Estimate((Term(ATTENTION, surroundings.us_of(ATTENTION, AttentionCall(attention))),))
+    # There it is several of torch's operators; the rows that they gather are gathered by the update too.
+    attention_us = surroundings.us_of(ATTENTION, AttentionCall(replace(attention, kernel="sdpa")))
+    others_us = PAGED_OPERATORS * surroundings.us_of(MEMORY, MemoryCall(1))
+    return Estimate((Term(ATTENTION, attention_us), Term(MEMORY, others_us)))
+
+
 def _estimate(
     lowered: CausalAttentionPlan, facts: AttentionFacts, whole: Attention, surroundings: KernelContext
 ) -> Estimate:
     """`whole`: what the site computes at the token count, over all keys."""
+    if lowered.form is AttentionImplementation.PAGED:
+        return _paged_estimate(_of_requests(facts, whole), surroundings)
     positions = whole.batch * whole.q_len * whole.kv_len
     mask_bytes = positions if lowered.reads_mask else 0
     if lowered.form is AttentionImplementation.GROUPED and facts.has_mask:

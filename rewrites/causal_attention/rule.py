@@ -7,7 +7,9 @@
 becomes `weave::library_attention` where the mask is known when the model is compiled: the kernel masks by itself, skips
 what is hidden, and reads the heads of keys and values as they are. Where only its values at run time say what the mask
 is (a static cache, padding, packed sequences), `weave::masked_attention` reads it as booleans, and `weave::key_ranges`
-finds once for all layers which keys it admits. No rank communicates.
+finds once for all layers which keys it admits. Where keys and values are rows of a paged cache,
+`weave::paged_attention` takes the place of their update and of attention (`rewrites.causal_attention.paged`). No rank
+communicates.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from weaveopt.rewrites.causal_attention.candidates import (
     CausalAttentionTerms,
     candidates,
 )
+from weaveopt.rewrites.causal_attention.paged import erase_update, paged_call
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.attention.matcher import KIND, AttentionFacts, AttentionNodes
 
@@ -51,7 +54,8 @@ class CausalAttention:
     ) -> Sequence[Proposal]:
         facts, nodes = found.facts, found.structure
         assert isinstance(facts, AttentionFacts) and isinstance(nodes, AttentionNodes), f"{found.site.id}: no attention"
-        terms = CausalAttentionTerms(KernelContext.of(context.machine, context.topologies.values()), not lacks_triton())
+        surroundings = KernelContext.of(context.machine, context.topologies.values())
+        terms = CausalAttentionTerms(surroundings, not lacks_triton(), RULE in context.config.force)
         return tuple(
             Proposal(candidate, nodes.interior, lowered)
             for candidate, lowered in candidates(facts, tokens, terms, usable_only)
@@ -78,9 +82,16 @@ class CausalAttention:
             erase_dead(graph, chosen.proposal.consumes - {form.call, form.output})
             _erase_mask(graph, nodes)
             return () if lowered.form is AttentionImplementation.GROUPED else rounding
-        made = _library(graph, nodes, lowered) if lowered.form in LIBRARY else _masked(graph, nodes, lowered)
+        if lowered.form is AttentionImplementation.PAGED:
+            made = paged_call(graph, nodes)
+        elif lowered.form in LIBRARY:
+            made = _library(graph, nodes, lowered)
+        else:
+            made = _masked(graph, nodes, lowered)
         replace_uses(graph, form.output, _as_it_left(graph, made, form.output))
         erase_dead(graph, chosen.proposal.consumes)
+        if lowered.form is AttentionImplementation.PAGED and nodes.paged is not None:
+            erase_update(graph, nodes.paged)
         _erase_mask(graph, nodes)
         return rounding
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weaveopt.ops.attention import library as _library_attention  # noqa: F401
 from weaveopt.ops.attention import op as _masked_attention  # noqa: F401
+from weaveopt.ops.attention import paged as _paged_attention  # noqa: F401
 from weaveopt.ops.collective_wait import op as _collective_wait  # noqa: F401
 from weaveopt.ops.experts import op as _moe_experts  # noqa: F401
 from weaveopt.ops.experts.prefetch import op as _expert_prefetch  # noqa: F401

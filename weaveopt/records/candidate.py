@@ -16,12 +16,12 @@ Scalar = bool | int | float | str
 Values = tuple[tuple[str, Scalar], ...]
 
 
-def values_of(record: object, without: str = "") -> Values:
-    """The fields of a frozen record of scalars, but for the one named `without`, as names and values."""
+def values_of(record: object, *without: str) -> Values:
+    """The fields of a frozen record of scalars, but for those named `without`, as names and values."""
     assert is_dataclass(record) and not isinstance(record, type), record
     found: list[tuple[str, Scalar]] = []
     for field in fields(record):
-        if field.name != without:
+        if field.name not in without:
             value = getattr(record, field.name)
             assert isinstance(value, bool | int | float | str), (field.name, value)
             found.append((field.name, value))

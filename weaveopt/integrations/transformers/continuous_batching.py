@@ -3,17 +3,10 @@
     model.generate_batch(inputs, generation_config=config, **weaveopt.continuous_batching())
 
 transformers switches Dynamo off in `PagedAttentionCache.update`, so a compiled step is two graphs a layer. Once
-`continuous_batching` was called, Dynamo traces for the backend `weave`, and for no other, an operator in its place:
-
-    def paged_kv_update(cache, keys, values, read_index, write_index, first_key, first_value, sentinel):
-        rows = cache.view(-1, *cache.shape[2:])           # [tokens * 2, heads, head size]
-        own_keys, own_values = rows[first_key:], rows[first_value:]
-        own_keys[write_index], own_values[write_index] = keys, values
-        return own_keys[read_index], own_values[read_index]
-
-With a `sentinel` of 0 or more (sliding windows, whose new rows may take the place of old ones that are read), the rows
-are read before they are written, and entries of `read_index` that are `sentinel` are `keys` and `values`, in order. An
-empty `read_index` reads nothing: then attention takes the new keys and values alone.
+`continuous_batching` was called, Dynamo traces for the backend `weave`, and for no other, `weave::paged_kv_update` in
+its place (`ops.attention.paged`): it writes the new rows and returns all rows that are read. The operator also names
+the mask that transformers made for the layer's cache and the lengths that this mask stands for, so that a rule knows
+what the attention after it computes.
 """
 
 from __future__ import annotations
@@ -28,7 +21,9 @@ import torch._dynamo
 from transformers import CompileConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
+import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.config import OptionValue
 from weaveopt.errors import WeaveError
 from weaveopt.integrations.transformers import batching_loop
@@ -36,15 +31,11 @@ from weaveopt.integrations.transformers import batching_loop
 Tensor = torch.Tensor
 Arguments = MutableMapping[str, Any]
 """Keyword arguments of attention, which `update` edits."""
+LAYER_MASKS = "layer_masks"
+"""Keyword argument of the model: the masks of a step by layer type."""
 BACKEND = ("weaveopt.backend", "weave")
 QUERY_INTERVAL, KEY_INTERVAL = 8, 64
 """Granularity of the lengths of steps that no CUDA graph holds."""
-_library = torch.library.Library("weave", "FRAGMENT")
-_library.define(
-    "paged_kv_update(Tensor(a!) cache, Tensor keys, Tensor values, Tensor read_index, Tensor write_index, "
-    "int first_key, int first_value, int sentinel) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 class BatchingArguments(TypedDict):
@@ -109,13 +100,32 @@ def _install() -> None:
     ) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_dynamo_compiling() and kwargs.get("block_table") is None and traced_for_weave():
             allocator = self.layer_to_allocator[layer_idx]
-            return _traced(allocator, key_states, value_states, layer_idx, kwargs)
+            return _traced(allocator, key_states, value_states, layer_idx, kwargs, self.cache_tensor)
         return original(self, key_states, value_states, layer_idx, kwargs)
 
     # What is wrapped says that Dynamo has to leave it alone, and so would this.
     for name in ("_torchdynamo_disable", "_torchdynamo_disable_msg", "_torchdynamo_disable_recursive"):
         update.__dict__.pop(name, None)
     PagedAttentionCache.update = update
+    _install_masks()
+
+
+def _install_masks() -> None:
+    """Have each step pass its masks by layer type too, as the tensors that the model gets: `update` sees no other."""
+    own: Callable[[ContinuousBatchingIOs, bool], Arguments] = ContinuousBatchingIOs.get_model_kwargs
+    if LAYER_MASKS in own.__dict__:
+        return
+
+    @functools.wraps(own)
+    def get_model_kwargs(self: ContinuousBatchingIOs, use_padding: bool = False) -> Arguments:
+        found = own(self, use_padding)
+        mask = found["attention_mask"]
+        if mask is not None:
+            found[LAYER_MASKS] = mask if isinstance(mask, dict) else dict.fromkeys(self.cumulative_seqlens_k, mask)
+        return found
+
+    get_model_kwargs.__dict__[LAYER_MASKS] = True
+    ContinuousBatchingIOs.get_model_kwargs = get_model_kwargs
 
 
 @torch._dynamo.assume_constant_result
@@ -135,9 +145,16 @@ def traced_for_weave() -> bool:
 
 
 def _traced(
-    allocator: Allocator, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: Arguments
+    allocator: Allocator,
+    key_states: Tensor,
+    value_states: Tensor,
+    layer_idx: int,
+    kwargs: Arguments,
+    memory: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`PagedAttentionCache.update` by index."""
+    """`PagedAttentionCache.update` by index. `memory`: the bytes that all allocators share, and not their views of it,
+    as AOTAutograd changes one of several inputs that are views of one another only where it sees what they view."""
+    mask = kwargs.get(LAYER_MASKS, {}).get(allocator.layer_type)
     kwargs["cu_seq_lens_k"] = kwargs["cu_seq_lens_k"][allocator.layer_type].to(torch.int32)
     kwargs["max_length_k"] = kwargs["max_length_k"][allocator.layer_type]
     read_index, write_index = kwargs["read_index"][allocator.index], kwargs["write_index"][allocator.index]
@@ -145,8 +162,10 @@ def _traced(
     first = 2 * allocator.layer_indices.index(layer_idx) * allocator.tokens_per_page
     # Allocators that have block tables are those whose rows never move.
     sentinel = -1 if allocator.supports_block_table else allocator.sentinel_index
+    # As in transformers' masks, where a window of 1 is none.
+    window = getattr(allocator, "sliding_window", 0)
     read_keys, read_values = torch.ops.weave.paged_kv_update(
-        allocator.cache_tensor,
+        allocator.cache_tensor if memory is None else memory,
         keys,
         values,
         read_index,
@@ -154,39 +173,12 @@ def _traced(
         first,
         first + allocator.tokens_per_page,
         sentinel,
+        mask,
+        kwargs.get("cu_seq_lens_q"),
+        kwargs["cu_seq_lens_k"],
+        kwargs["max_length_k"],
+        window if window > 1 else 0,
     )
     if read_index.shape[0] == 0:
         return key_states, value_states
     return read_keys.transpose(0, 1).unsqueeze(0), read_values.transpose(0, 1).unsqueeze(0)
-
-
-def _update(
-    cache: Tensor, keys: Tensor, values: Tensor, read_index: Tensor, write_index: Tensor,
-    first_key: int, first_value: int, sentinel: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    rows = cache.view(-1, *cache.shape[2:])
-    stored = rows[first_key:], rows[first_value:]
-    found: list[Tensor] = []
-    if sentinel >= 0:
-        is_new = (read_index == sentinel)[:, None, None]
-        for kept, new in zip(stored, (keys, values), strict=True):
-            found.append(kept.index_select(0, read_index).masked_scatter_(is_new, new))
-    for kept, new in zip(stored, (keys, values), strict=True):
-        kept.index_copy_(0, write_index, new)
-    if sentinel < 0:
-        found = [kept.index_select(0, read_index) for kept in stored]
-    read_keys, read_values = found
-    return read_keys, read_values
-
-
-def _fake(
-    cache: Tensor, keys: Tensor, values: Tensor, read_index: Tensor, write_index: Tensor,
-    first_key: int, first_value: int, sentinel: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    shape = (read_index.shape[0], *cache.shape[2:])
-    return keys.new_empty(shape), values.new_empty(shape)
-
-
-for _device in ("CPU", "CUDA"):
-    _library.impl("paged_kv_update", _update, _device)
-torch.library.register_fake("weave::paged_kv_update", _fake, lib=_library)

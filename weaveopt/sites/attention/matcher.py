@@ -25,6 +25,7 @@ from weaveopt.records.candidate import Rejection, Values, values_of
 from weaveopt.records.site import Site, TokenCounts
 from weaveopt.rule import Context, FoundSite
 from weaveopt.sites.attention.forms import LAYOUTS, LIBRARY_CALLS, AttentionForm, library_form, unrepeated
+from weaveopt.sites.attention.paged import PagedFacts, PagedNodes, paged_read
 from weaveopt.sites.attention.written import written_form
 from weaveopt.sites.shared.masks import Mask, MaskCache, MaskReading, read_mask
 
@@ -65,10 +66,13 @@ class AttentionFacts:
     """True if the number of queries or keys is symbolic."""
     is_square: bool = False
     """True if queries and keys are equally many, for every value of the symbols."""
+    paged: PagedFacts | None = None
+    """Packed requests over a paged cache, each of which reads its own keys alone; None for attention over tensors."""
 
     def values(self) -> Values:
         mask = str(self.mask) if self.mask is not None else "read at run time"
-        return (*values_of(self, without="mask"), ("mask", mask))
+        paged = () if self.paged is None else values_of(self.paged)
+        return (*values_of(self, "mask", "paged"), ("mask", mask), *paged)
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ class AttentionNodes:
     interior: frozenset[fx.Node]
     """Nodes that a rewrite removes."""
     reading: MaskReading
+    paged: PagedNodes | None = None
 
     @property
     def has_one_query(self) -> bool:
@@ -130,9 +135,12 @@ def _found(form: AttentionForm, reading: MaskReading, readers: int, context: Con
     if key is form.key or value is form.value:
         key, value, repeats_key, repeats_value = form.key, form.value, frozenset(), frozenset()
     interior = form.nodes | repeats_key | repeats_value
-    facts = _facts(form, key, value, reading, readers)
-    refused = next((each for each in (form.refused, facts) if isinstance(each, Rejection)), None)
-    known = facts if isinstance(facts, AttentionFacts) and refused is None else None
+    paged = paged_read(form, key, value, interior)
+    facts = _facts(form, key, value, reading, readers, paged.facts if isinstance(paged, PagedNodes) else None)
+    refused = tuple(each for each in (form.refused, facts) if isinstance(each, Rejection))[:1]
+    if refused and isinstance(paged, Rejection):
+        refused = (*refused, paged)
+    known = facts if isinstance(facts, AttentionFacts) and not refused else None
     query = tensor_of(form.query)
     assert query is not None
     batch, _, queries, _ = (*shape_of(query), 1, 1, 1, 1)[:4]
@@ -144,18 +152,19 @@ def _found(form: AttentionForm, reading: MaskReading, readers: int, context: Con
         kind=KIND,
         groups=(),
         module=module_of(form.output),
-        description=_text(form, key is not form.key, reading),
+        description=_text(form, key is not form.key, reading, isinstance(paged, PagedNodes)),
         tokens=TokenCounts(batch * queries, most=most),
         facts=() if known is None else known.values(),
-        rejections=() if refused is None else (refused,),
+        rejections=refused,
     )
-    nodes = AttentionNodes(form, key, value, interior, reading)
+    nodes = AttentionNodes(form, key, value, interior, reading, paged if isinstance(paged, PagedNodes) else None)
     return FoundSite(site, interior, known, nodes, token_value=_rows_of(form.output))
 
 
 def _facts(
-    form: AttentionForm, key: fx.Node, value: fx.Node, reading: MaskReading, readers: int
-) -> AttentionFacts | Rejection:
+    form: AttentionForm, key: fx.Node, value: fx.Node, reading: MaskReading, readers: int,
+    paged: PagedFacts | None,
+) -> AttentionFacts | Rejection:  # fmt: skip
     operands = [tensor_of(node) for node in (form.query, key, value)]
     shapes = [shape_of(operand) for operand in operands if operand is not None]
     if len(shapes) != 3 or any(len(shape) != 4 for shape in shapes):
@@ -171,7 +180,7 @@ def _facts(
     if kv_heads == 0 or heads % kv_heads:
         counts = (("heads", heads), ("kv_heads", kv_heads))
         return Rejection("heads_not_grouped", "query heads are no multiple of key heads", counts)
-    if reading.mask is None and reading.admitted is None:
+    if reading.mask is None and reading.admitted is None and paged is None:
         return reading.reason or Rejection("mask_not_known", "the mask could not be read")
     lengths = [size for operand in operands if operand is not None for size in operand.shape[-2:-1]]
     return AttentionFacts(
@@ -194,15 +203,17 @@ def _facts(
         is_written_out=form.call is None,
         has_symbols=any(not isinstance(size, int) for size in lengths),
         is_square=str(lengths[0]) == str(lengths[1]),
+        paged=paged,
     )
 
 
-def _text(form: AttentionForm, is_repeated: bool, reading: MaskReading) -> str:
+def _text(form: AttentionForm, is_repeated: bool, reading: MaskReading, is_paged: bool) -> str:
     scores = f"q @ {'repeat(k)' if is_repeated else 'k'}^T * {form.scale:.6g}"
     if form.softcap:
         scores = f"softcap({scores}, {form.softcap:g})"
     if form.is_causal or form.mask is not None:
-        scores += f" + mask ({reading.mask})" if reading.mask is not None else " + mask (read at run time)"
+        unread = "each request's own keys" if is_paged else "read at run time"
+        scores += f" + mask ({unread if reading.mask is None else reading.mask})"
     sinks = ", sinks" if form.sinks is not None else ""
     return f"softmax({scores}{sinks}) @ {'repeat(v)' if is_repeated else 'v'}"
 

@@ -55,7 +55,7 @@ class MixtureFacts:
     groups: int
 
     def values(self) -> Values:
-        return (*values_of(self, without="activation"), ("activation", str(self.activation)))
+        return (*values_of(self, "activation"), ("activation", str(self.activation)))
 
     @property
     def choices_here(self) -> float:

@@ -1,0 +1,56 @@
+"""`paged_attention`, run by Triton's interpreter: `TRITON_INTERPRET=1 python -m` this file.
+
+Prints a line of JSON for each look of the requests: how many calls were compared, and what was wrong or null.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import torch
+
+from tests.emulation.triton_interpreter import with_bf16
+from tests.graphs.paged_cases import SPANS, PagedCase, expected, make
+from tests.graphs.tolerances import KERNEL, assert_close
+from weaveopt.ops.attention.paged_gpu import PagedLaunch, launch_paged
+from weaveopt.ops.attention.shapes import Scores
+
+SCORES = (Scores(0.25), Scores(0.125, softcap=3.0))
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def main() -> None:
+    for look, spans in SPANS.items():
+        wrong, compared = None, 0
+        cases = [
+            PagedCase(spans),
+            PagedCase(spans, heads=6, key_heads=2, size=24, sinks=True),
+            PagedCase(spans, window=6, heads=2, key_heads=2),
+            PagedCase(spans, window=6, sinks=True, padding=0),
+        ]
+        if look == "prompts":
+            cases += [PagedCase(spans, reads=False), PagedCase(spans, reads=False, heads=6, window=3)]
+        counts = (1, 3) if look in ("mixed", "prompts") else (2,)
+        for number, (case, splits) in enumerate(itertools.product(cases, counts)):
+            scores, dtype = SCORES[number % 3 == 2], DTYPES[number // 2 % 2]
+            operands = make(case, dtype, number)
+            want = expected(case, operands, scores).to(dtype)
+            if not operands.rows.reads_first:
+                operands.rows.write()
+            group = operands.group
+            block_m = 16 if number % 4 else 32
+            how = PagedLaunch(block_m, block_m // group, 16, splits)
+            got = launch_paged(operands, scores, how)
+            compared += 1
+            try:
+                assert_close(got, want, KERNEL, f"{case} {scores} {dtype} {how}")
+                assert not got[:, :, sum(each for each, _ in spans) :].any(), f"{case}: padding is not 0"
+            except AssertionError as error:
+                wrong = wrong or str(error)
+        print(json.dumps({"look": look, "compared": compared, "wrong": wrong}))
+
+
+if __name__ == "__main__":
+    with with_bf16():
+        main()

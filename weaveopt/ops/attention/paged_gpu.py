@@ -1,0 +1,96 @@
+"""`weave::paged_attention` on GPUs: how a call is divided, and its launch. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from weaveopt.ops.attention import paged_reference
+from weaveopt.ops.attention.gpu import COMBINE_SPLITS, LARGEST_HEAD, SPLIT_STEP, has_triton, num_sms
+from weaveopt.ops.attention.paged_shapes import PagedOperands
+from weaveopt.ops.attention.plan import FEW_ROWS, LEAST_ROWS, MAX_SPLITS, MIDDLE, columns_to_combine, power_of_two
+from weaveopt.ops.attention.shapes import Scores, empty_result
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class PagedLaunch:
+    """One launch: a function of sizes that the host knows, of nothing on the device."""
+
+    block_m: int
+    block_q: int
+    """Queries of a tile: as many as have all their heads of a group in `block_m` rows."""
+    block_n: int
+    num_splits: int
+
+
+def plan_paged(operands: PagedOperands, sms: int) -> PagedLaunch:
+    """Tiles of decode are one query's; its keys are split where tiles alone leave SMs idle."""
+    queries, group, requests = operands.query.shape[2], operands.group, operands.num_requests
+    rows = LEAST_ROWS if queries <= requests else FEW_ROWS
+    block_m = max(rows, power_of_two(group))
+    block_q = block_m // group
+    tiles = (queries // block_q + min(queries, requests)) * operands.rows.keys.shape[1]
+    busy = -(-int(MIDDLE.filling * sms) // max(tiles, 1))
+    most = max(min(operands.max_keys, operands.rows.num_keys) // (2 * MIDDLE.least_keys), 1)
+    block_n = MIDDLE.block_n // 2 if operands.query.shape[3] > 128 else MIDDLE.block_n
+    return PagedLaunch(block_m, block_q, block_n, max(1, min(busy, most, MAX_SPLITS)))
+
+
+def attend(operands: PagedOperands, scores: Scores) -> Tensor:
+    """Attention after the new rows were written, or before where they may replace what is read."""
+    query = operands.query
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    if not (half and query.shape[3] <= LARGEST_HEAD and scores.scale > 0 and scores.softcap >= 0 and has_triton()):
+        return paged_reference.dense(operands, scores)
+    return launch_paged(operands, scores, plan_paged(operands, num_sms(query.device)))
+
+
+def launch_paged(operands: PagedOperands, scores: Scores, how: PagedLaunch) -> Tensor:
+    """Launches one kernel, and `combine` if keys are split; tensors may be on any device that Triton supports."""
+    from weaveopt.ops.attention import kernels, paged_kernels
+
+    rows, group = operands.rows, operands.group
+    query, keys, values = (_dense_rows(each) for each in (operands.query, rows.keys, rows.values))
+    out = empty_result(query, query)
+    if out.numel() == 0:
+        return out
+    _, heads, queries, size = query.shape
+    key_heads, splits = heads // group, how.num_splits
+    acc = ml = out
+    if splits > 1:
+        acc = out.new_empty((heads * queries, splits, size), dtype=torch.float32)
+        ml = out.new_empty((heads * queries, splits, 2), dtype=torch.float32)
+    stored_keys, stored_values = rows.stored()
+    sinks = query if operands.sinks is None else operands.sinks.contiguous()
+    unit, cap_rate = scores.scale * math.log2(math.e), 0.0
+    if scores.softcap:
+        unit, cap_rate = scores.softcap * math.log2(math.e), 2 * scores.scale / scores.softcap * math.log2(math.e)
+    read = (2 if rows.reads_first else 1) if rows.read_index.shape[0] else 0
+    requests, block_d = operands.num_requests, power_of_two(max(size, 16))
+    paged_kernels.paged_attention[(queries // how.block_q + requests + 1, key_heads, splits)](
+        query, stored_keys, stored_values, keys, values, rows.read_index,
+        operands.cu_seq_lens_q, operands.cu_seq_lens_k, sinks, out, acc, ml,
+        query.stride(1), query.stride(2), *stored_keys.stride()[:2], *keys.stride()[:2], *values.stride()[:2],
+        out.stride(1), out.stride(2), queries, requests, group, rows.sentinel, operands.window, unit, cap_rate, splits,
+        D=size, BLOCK_D=block_d, BLOCK_M=how.block_m, BLOCK_Q=how.block_q, BLOCK_N=how.block_n,
+        BLOCK_R=power_of_two(requests + 1), READ=read, WINDOW=operands.window > 0, SINKS=operands.sinks is not None,
+        SOFTCAP=scores.softcap > 0, SPLIT=splits > 1, STEP=SPLIT_STEP,
+        num_warps=MIDDLE.num_warps, num_stages=MIDDLE.num_stages,
+    )  # fmt: skip
+    if splits > 1:
+        columns = min(columns_to_combine(splits), block_d)
+        kernels.combine[(heads * queries, -(-size // columns))](
+            acc, ml, sinks, out, out.stride(0), out.stride(1), out.stride(2), heads, group, queries, splits,
+            DV=size, BLOCK_DV=columns, BLOCK_SPLITS=min(power_of_two(splits), COMBINE_SPLITS),
+            SINKS=operands.sinks is not None, PDL=False, num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+def _dense_rows(tensor: Tensor) -> Tensor:
+    """Elements of a head one after another, as the kernel reads them."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
