@@ -84,6 +84,8 @@ NOT_RUN = {
     "--main_process_ip 10.0.0.1 examples/generate.py": HOSTS,
     "continuous_batching.md: found = model.generate_batch(inputs=prompts, generation_config=config, "
     "**weaveopt.continuous_batching())": "tests/integrations/test_continuous_batching.py makes such calls",
+    "continuous_batching.md: accelerate launch --config_file examples/configs/accelerate_one_host.yaml "
+    "--num_processes 2 examples/rollout.py": "minutes; tests/examples/test_examples.py runs it with a smaller model",
     "small-machines.md: torchrun --nproc-per-node 4 -m weaveopt calibrate --output here.json": GPUS,
     "small-machines.md: NCCL_P2P_DISABLE=1 WEAVE_FABRICS=library python -m benchmarks run token_split_gpu "
     "--machine h100x2 --set trace=traces": GPUS,
