@@ -98,9 +98,10 @@ def test_a_step_that_failed_is_logged(report: Report, caplog: pytest.LogCaptureF
     assert second == f"{graph.name} runs unrewritten, step price: KeyError: 'val'"
 
 
-def test_each_compile_has_an_artifact_in_the_structured_trace() -> None:
+def test_each_compile_has_an_artifact_in_the_structured_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     trace, kept = logging.getLogger("torch.__trace"), _Kept()
+    monkeypatch.setattr(torch._logging._internal, "trace_log", trace)  # off in other tests
     level = trace.level
     trace.addHandler(kept)
     trace.setLevel(logging.DEBUG)
