@@ -78,7 +78,7 @@ def generated_code(function: Callable[..., object], inputs: Sequence[Tensor]) ->
 
     with torch._functorch.config.patch(enable_autograd_cache=False):  # it knows functions whole, not their code
         torch.compile(function, dynamic=False, backend=backend)(*inputs)
-    if not codes:  # torch was told to compile nothing (`torch.compiler.set_stance`)
+    if not codes:  # nothing is compiled under such a stance (`torch.compiler.set_stance`)
         return lambda given: function(*given)
     [code] = codes
     return code
