@@ -67,9 +67,9 @@ class PagedData:
             return torch.randn(shape, device=device, dtype=torch.bfloat16, generator=numbers)
 
         bounds = torch.arange(case.requests + 1, device=device, dtype=torch.int32)
-        new = [rows(case.requests, key_heads, SIZE) for _ in range(2)]
+        keys, values = (rows(case.requests, key_heads, SIZE) for _ in range(2))
         cache = rows(case.requests * pages * PAGE, 2, key_heads, SIZE)
-        paged = PagedRows(cache, *new, index, index[case.keys - 1 :: case.keys], 0, PAGE, -1)
+        paged = PagedRows(cache, keys, values, index, index[case.keys - 1 :: case.keys], 0, PAGE, -1)
         query = rows(case.requests, heads, SIZE).transpose(0, 1)[None]
         self.operands = PagedOperands(query, paged, bounds, bounds * case.keys, None, case.keys, 0)
         self.block_table = (2 * order).to(torch.int32)
