@@ -104,9 +104,12 @@ def test_other_backends_find_transformers_own_cache() -> None:
         targets.extend(str(node.target) for node in graph_module.graph.nodes)
         return graph_module.forward
 
+    given: set[str] = set()
+    model.register_forward_pre_hook(lambda _, arguments, named: given.update(named), with_kwargs=True)
     other = CompileConfig(backend=keep, mode="default", dynamic=True)
     assert tokens(model, inputs, batching(other)) == tokens(model, inputs, batching())
     assert targets and not any("paged_kv_update" in each for each in targets)
+    assert "attention_mask" in given and module.LAYER_MASKS not in given, "models get what transformers gives them"
 
 
 @pytest.mark.parametrize("kind", [FullAttentionCacheAllocator, SlidingAttentionCacheAllocator])
@@ -138,7 +141,7 @@ def test_the_operator_is_the_allocators_update(kind: type, num_read: int) -> Non
         arguments = {"cu_seq_lens_k": {allocator.layer_type: torch.tensor([0, 4])}, "max_length_k": {
             allocator.layer_type: 4}, "read_index": [read], "write_index": [write]}  # fmt: skip
         states = (each.transpose(0, 1).unsqueeze(0) for each in (keys, values))
-        got = module._traced(allocator, *states, layer, arguments)
+        got = module._traced(allocator, *states, layer, arguments, memory)
         assert torch.equal(memory, stored) and not torch.equal(memory, before)
         for found, expected in zip(got, want, strict=True):
             assert torch.equal(found, expected.transpose(0, 1).unsqueeze(0))

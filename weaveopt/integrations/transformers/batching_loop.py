@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 
 from weaveopt.errors import PeerTimeoutError, WeaveError
 from weaveopt.fabrics import topology
-from weaveopt.integrations.transformers.kept_managers import KeptProcessor, begin_loop
+from weaveopt.integrations.transformers.kept_managers import KeptProcessor, begin_loop, check_dtype
 from weaveopt.records.generation import BatchedPath, BatchingReport
 
 VARLEN, BLOCK_TABLES = "varlen", "block_tables"
@@ -140,6 +140,7 @@ def install() -> None:
         if not _is_ours(self.cb_config):
             step(self, model)
             return
+        check_dtype(model, self)
         counts = _counts.setdefault(model, LoopCounts())
         key, began = _kind(self), perf_counter()
         step(self, model)

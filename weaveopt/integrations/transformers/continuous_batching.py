@@ -21,7 +21,7 @@ import torch._dynamo
 from transformers import CompileConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
-from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.config import OptionValue
@@ -110,22 +110,20 @@ def _install() -> None:
     _install_masks()
 
 
+@functools.cache
 def _install_masks() -> None:
-    """Have each step pass its masks by layer type too, as the tensors that the model gets: `update` sees no other."""
-    own: Callable[[ContinuousBatchingIOs, bool], Arguments] = ContinuousBatchingIOs.get_model_kwargs
-    if LAYER_MASKS in own.__dict__:
-        return
+    """Have steps that are compiled with `weave` pass the model its masks by layer type too: `update` sees no other."""
+    own: Callable[..., None] = ModelRunner.compute_batch
 
     @functools.wraps(own)
-    def get_model_kwargs(self: ContinuousBatchingIOs, use_padding: bool = False) -> Arguments:
-        found = own(self, use_padding)
-        mask = found["attention_mask"]
-        if mask is not None:
-            found[LAYER_MASKS] = mask if isinstance(mask, dict) else dict.fromkeys(self.cumulative_seqlens_k, mask)
-        return found
+    def compute_batch(self: ModelRunner, model: torch.nn.Module, batch_data: Arguments) -> None:
+        settings, mask = self.cb_config.varlen_compile_config, batch_data["attention_mask"]
+        if mask is not None and settings is not None and settings.backend == "weave":
+            by_type = mask if isinstance(mask, dict) else dict.fromkeys(batch_data["cu_seq_lens_k"], mask)
+            batch_data[LAYER_MASKS] = by_type
+        own(self, model, batch_data)
 
-    get_model_kwargs.__dict__[LAYER_MASKS] = True
-    ContinuousBatchingIOs.get_model_kwargs = get_model_kwargs
+    ModelRunner.compute_batch = compute_batch
 
 
 @torch._dynamo.assume_constant_result
@@ -150,7 +148,7 @@ def _traced(
     value_states: Tensor,
     layer_idx: int,
     kwargs: Arguments,
-    memory: Tensor | None = None,
+    memory: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """`PagedAttentionCache.update` by index. `memory`: the bytes that all allocators share, and not their views of it,
     as AOTAutograd changes one of several inputs that are views of one another only where it sees what they view."""
@@ -165,7 +163,7 @@ def _traced(
     # As in transformers' masks, where a window of 1 is none.
     window = getattr(allocator, "sliding_window", 0)
     read_keys, read_values = torch.ops.weave.paged_kv_update(
-        allocator.cache_tensor if memory is None else memory,
+        memory,
         keys,
         values,
         read_index,

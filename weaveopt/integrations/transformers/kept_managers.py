@@ -57,6 +57,19 @@ def begin_loop(model: torch.nn.Module, processor: KeptProcessor) -> None:
             each.graphs = type(each.graphs)()
 
 
+def check_dtype(model: torch.nn.Module, processor: KeptProcessor) -> None:
+    """Raise `WeaveError` where the model has another dtype than the pages.
+
+    Asked before a step, whose requests then have the error; before a loop has requests nobody would.
+    """
+    dtype = getattr(model, "dtype", processor.cache.dtype)
+    if dtype is not processor.cache.dtype:
+        raise WeaveError(
+            f"continuous batching: the model is {dtype} now, and its manager was made for {processor.cache.dtype} and "
+            "kept: call model.destroy_cached_continuous_batching_manager() after changing the dtype"
+        )
+
+
 def weights_fingerprint(model: torch.nn.Module) -> int:
     """Changes with the memory of any weight: captured steps read addresses."""
     places = []

@@ -23,7 +23,7 @@ DTYPE = torch.bfloat16
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 COMPUTED_US = 300.0
 """Computation before each call on CPU ranks. Gloo's threads, and ranks that wait for them, sleep meanwhile, as in a
-model; back to back they are awake, and small calls take two thirds of the time."""
+model; back to back they are awake, and small calls are faster."""
 
 
 def library_call(

@@ -163,13 +163,11 @@ class MemoryKernels(Family):
                 # Of CPU ranks, what generated code costs the host is a price of its own.
                 apart_us = 0.0 if session.is_gpu else call_us(session.clock, session.device, NORM)
                 copied = copy(session.clock, session.device, large, large / (3e6 if session.is_gpu else 1e4))
-        for at, (num_bytes, sample) in enumerate(mine):
-            mine[at] = num_bytes, Sample(max(sample.us - apart_us, 0.0), sample.spread)
-        merged = slowest([sample for _, sample in mine] + [copied])
+        own = [Sample(max(sample.us - apart_us, 0.3), sample.spread) for _, sample in mine]
+        merged = slowest([*own, copied])
         for (kernel, row, _), (num_bytes, _), sample in zip(cases, mine, merged, strict=False):
-            own = Sample(max(sample.us, 0.3), sample.spread)
             found = self.norms.setdefault(row, []) if kernel is NORM else self.gates
-            found.append((num_bytes, own))
+            found.append((num_bytes, sample))
         self.copied = (large, merged[-1])
 
     def _compile_in_shares(self, session: CalibrationSession, cases: Sequence[tuple[MemoryKernel, int, int]]) -> None:
