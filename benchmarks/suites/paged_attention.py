@@ -20,9 +20,10 @@ from benchmarks import gpu_limits, record
 from benchmarks.ranks import Place
 from benchmarks.suite import GPU, Asked, Needs, Setting, Suite, product
 from benchmarks.workloads.attention import Call, times_us, usable
+from weaveopt.cost_model import Attention
+from weaveopt.measure.cases.attention.paged import PAGE, paged_operands
 from weaveopt.ops.attention import gpu
 from weaveopt.ops.attention.paged_gpu import attend, plan_paged
-from weaveopt.ops.attention.paged_shapes import PagedOperands, PagedRows
 from weaveopt.ops.attention.shapes import Scores
 
 Tensor = torch.Tensor
@@ -31,7 +32,7 @@ HEADS = {"llama_8b": (32, 8), "llama_70b_tp2": (32, 4)}
 MODELS = Setting("models", tuple(HEADS), quick=("llama_8b",), among=tuple(HEADS))
 REQUESTS = Setting("requests", (8, 32, 128, 256), quick=(8,))
 KEYS = Setting("keys", (512, 4096), quick=(512,))
-SIZE, PAGE = 128, 256
+SIZE = 128
 SCALE = SIZE**-0.5
 MOST_GATHERED_BYTES = 24e9
 BASELINES = ("gather_sdpa", "flash_attn")
@@ -53,26 +54,14 @@ def cases(asked: Asked) -> list[Case]:
 
 
 class PagedData:
-    """The operands of a case; rows of keys and values alternate by page, as in transformers' cache of one layer."""
+    """The operands of a case."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, (heads, key_heads) = case, HEADS[case.model]
-        numbers = torch.Generator(device=device).manual_seed(0)
-        pages = -(-case.keys // PAGE)
-        order = torch.randperm(case.requests * pages, device=device, generator=numbers).view(case.requests, pages)
-        at = torch.arange(case.keys, device=device)
-        index = (order[:, at // PAGE] * 2 * PAGE + at % PAGE).flatten()
-
-        def rows(*shape: int) -> Tensor:
-            return torch.randn(shape, device=device, dtype=torch.bfloat16, generator=numbers)
-
-        bounds = torch.arange(case.requests + 1, device=device, dtype=torch.int32)
-        keys, values = (rows(case.requests, key_heads, SIZE) for _ in range(2))
-        cache = rows(case.requests * pages * PAGE, 2, key_heads, SIZE)
-        paged = PagedRows(cache, keys, values, index, index[case.keys - 1 :: case.keys], 0, PAGE, -1)
-        query = rows(case.requests, heads, SIZE).transpose(0, 1)[None]
-        self.operands = PagedOperands(query, paged, bounds, bounds * case.keys, None, case.keys, 0)
-        self.block_table = (2 * order).to(torch.int32)
+        decode = Attention(case.requests, heads, key_heads, 1, case.keys, SIZE, "bfloat16")
+        self.operands = paged_operands(decode, device)
+        first = self.operands.rows.read_index.view(case.requests, case.keys)[:, ::PAGE]
+        self.block_table = (first // PAGE).to(torch.int32)
 
     def weave(self) -> Call:
         return lambda _: attend(self.operands, Scores(SCALE))

@@ -162,17 +162,28 @@ def _against_paged(facts: AttentionFacts, whole: Attention, terms: CausalAttenti
     if facts.head_dim > LARGEST_HEAD:
         values = (("head_dim", facts.head_dim),)
         yield Rejection("head_size", "the kernel supports head sizes of at most 256", values)
-    if not terms.is_forced and curve_of(machine, _of_requests(facts, whole)) is None:
+    if not terms.is_forced and curve_of(machine, _of_requests(facts, whole, machine.device)) is None:
         message = "the profile holds no time of this kernel: force the rule to use it"
         yield Rejection("not_measured", message, (("profile", machine.name), ("dtype", facts.dtype)))
 
 
-def _of_requests(facts: AttentionFacts, whole: Attention) -> Attention:
+def _of_requests(facts: AttentionFacts, whole: Attention, device: str) -> Attention:
     """Attention of every query with the keys of its own request, of requests as long as one another. The longest of the
     traced step is no better: transformers traces a step that it makes up."""
     assert facts.paged is not None
-    keys = -(-whole.kv_len // facts.paged.requests)
-    return replace(whole, kv_len=keys, kernel=AttentionImplementation.PAGED.value)
+    requests = facts.paged.requests
+    keys = -(-whole.kv_len // requests)
+    if device == "cpu":
+        return replace(whole, kv_len=keys, kernel="sdpa")
+    queries = -(-whole.q_len // requests)
+    return replace(
+        whole,
+        batch=requests,
+        q_len=queries,
+        kv_len=max(keys, queries),
+        causal=queries > 1,
+        kernel=AttentionImplementation.PAGED.value,
+    )
 
 
 def _against(
@@ -229,7 +240,7 @@ def _paged_estimate(attention: Attention, surroundings: KernelContext) -> Estima
     if surroundings.machine.device != "cpu":
         return Estimate((Term(ATTENTION, surroundings.us_of(ATTENTION, AttentionCall(attention))),))
     # There it is several of torch's operators; the rows that they gather are gathered by the update too.
-    attention_us = surroundings.us_of(ATTENTION, AttentionCall(replace(attention, kernel="sdpa")))
+    attention_us = surroundings.us_of(ATTENTION, AttentionCall(attention))
     others_us = PAGED_OPERATORS * surroundings.us_of(MEMORY, MemoryCall(1))
     return Estimate((Term(ATTENTION, attention_us), Term(MEMORY, others_us)))
 
@@ -239,7 +250,7 @@ def _estimate(
 ) -> Estimate:
     """`whole`: what the site computes at the token count, over all keys."""
     if lowered.form is AttentionImplementation.PAGED:
-        return _paged_estimate(_of_requests(facts, whole), surroundings)
+        return _paged_estimate(_of_requests(facts, whole, surroundings.machine.device), surroundings)
     positions = whole.batch * whole.q_len * whole.kv_len
     mask_bytes = positions if lowered.reads_mask else 0
     if lowered.form is AttentionImplementation.GROUPED and facts.has_mask:

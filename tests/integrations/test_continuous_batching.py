@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +17,8 @@ from transformers.generation.continuous_batching.cache_allocators import (
     FullAttentionCacheAllocator,
     SlidingAttentionCacheAllocator,
 )
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+from transformers.generation.continuous_batching.utils import build_attention_mask
 
 import weaveopt
 from tests.graphs.batching import batching, compiled, prompts, tokens
@@ -26,6 +31,8 @@ from tests.ranks import run_ranks
 from tests.ranks.simulated import ALL_ON_REAL_RANKS
 from weaveopt.errors import WeaveError
 from weaveopt.integrations.transformers import continuous_batching as module
+from weaveopt.integrations.transformers import step_masks
+from weaveopt.ops.attention.packed_mask import packed_mask
 
 FAMILIES = ("llama", "mistral", "gemma3_text", "qwen3_moe")
 """Full attention, windows alone, both, and a mixture."""
@@ -109,7 +116,41 @@ def test_other_backends_find_transformers_own_cache() -> None:
     other = CompileConfig(backend=keep, mode="default", dynamic=True)
     assert tokens(model, inputs, batching(other)) == tokens(model, inputs, batching())
     assert targets and not any("paged_kv_update" in each for each in targets)
-    assert "attention_mask" in given and module.LAYER_MASKS not in given, "models get what transformers gives them"
+    assert "attention_mask" in given and step_masks.LAYER_MASKS not in given, "models get what transformers gives them"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_masks_are_transformers_own(seed: int) -> None:
+    numbers = random.Random(seed)
+    for _ in range(25):
+        lengths = [(new, new + numbers.randint(0, 9)) for new in (numbers.randint(1, 5) for _ in range(seed % 5 + 1))]
+        bounds = [list(itertools.accumulate(each, initial=0)) for each in zip(*lengths, strict=True)]
+        shape = [each[-1] + numbers.randint(0, 5) for each in bounds]
+        window, dtype = numbers.choice([0, 3, 6]), numbers.choice([torch.float32, torch.bfloat16])
+        want = torch.full((1, 1, *shape), torch.finfo(dtype).min, dtype=dtype)
+        build_attention_mask(want, *bounds, window or 1)
+        padding = numbers.randint(0, 2)
+        given = (torch.tensor(each + each[-1:] * padding, dtype=torch.int32) for each in bounds)
+        assert torch.equal(packed_mask(*given, *shape, window, dtype), want), (bounds, shape, window)
+
+
+def test_only_compiled_steps_are_without_transformers_masks() -> None:
+    """A mask of the whole cache is neither allocated nor filled, and models that are not compiled have theirs."""
+    model = build("llama", num_hidden_layers=1)
+    masks: list[object] = []
+    own = ContinuousBatchingIOs.get_model_kwargs
+
+    def watched(self: ContinuousBatchingIOs, *args: object, **kwargs: object) -> object:
+        masks.append(self.attention_mask)
+        return own(self, *args, **kwargs)
+
+    config = compiled()
+    with mock.patch.object(ContinuousBatchingIOs, "get_model_kwargs", watched), without_code():
+        tokens(model, prompts(2), config)
+        assert masks and all(each is None for each in masks)
+        masks.clear()
+        tokens(model, prompts(2), batching())
+        assert masks and all(isinstance(each, dict) for each in masks)
 
 
 @pytest.mark.parametrize("kind", [FullAttentionCacheAllocator, SlidingAttentionCacheAllocator])

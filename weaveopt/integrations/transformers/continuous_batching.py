@@ -5,8 +5,8 @@
 transformers switches Dynamo off in `PagedAttentionCache.update`, so a compiled step is two graphs a layer. Once
 `continuous_batching` was called, Dynamo traces for the backend `weave`, and for no other, `weave::paged_kv_update` in
 its place (`ops.attention.paged`): it writes the new rows and returns all rows that are read. The operator also names
-the mask that transformers made for the layer's cache and the lengths that this mask stands for, so that a rule knows
-what the attention after it computes.
+the mask of the layer's cache (`step_masks`) and the lengths that this mask stands for, so that a rule knows what the
+attention after it computes.
 """
 
 from __future__ import annotations
@@ -21,18 +21,15 @@ import torch._dynamo
 from transformers import CompileConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
-from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.config import OptionValue
 from weaveopt.errors import WeaveError
-from weaveopt.integrations.transformers import batching_loop
+from weaveopt.integrations.transformers import batching_loop, step_masks
 
 Tensor = torch.Tensor
 Arguments = MutableMapping[str, Any]
 """Keyword arguments of attention, which `update` edits."""
-LAYER_MASKS = "layer_masks"
-"""Keyword argument of the model: the masks of a step by layer type."""
 BACKEND = ("weaveopt.backend", "weave")
 QUERY_INTERVAL, KEY_INTERVAL = 8, 64
 """Granularity of the lengths of steps that no CUDA graph holds."""
@@ -79,6 +76,10 @@ def continuous_batching(
         own.varlen_compile_config.mode, own.varlen_compile_config.options = None, dict(options)
     if not torch.cuda.is_available():
         own.use_cuda_graph = False
+    elif own.use_cuda_graph is None:
+        # transformers decides against both where steps need a mask: these make their own.
+        own.use_cuda_graph = True
+        own.use_async_batching = True if own.use_async_batching is None else own.use_async_batching
     if own.use_cuda_graph in (False, (False, False)):
         # Sizes are symbolic: padding saves no compile, and what is padded is computed.
         own.q_padding_interval_size = own.q_padding_interval_size or QUERY_INTERVAL
@@ -107,23 +108,7 @@ def _install() -> None:
     for name in ("_torchdynamo_disable", "_torchdynamo_disable_msg", "_torchdynamo_disable_recursive"):
         update.__dict__.pop(name, None)
     PagedAttentionCache.update = update
-    _install_masks()
-
-
-@functools.cache
-def _install_masks() -> None:
-    """Have steps that are compiled with `weave` pass the model its masks by layer type too: `update` sees no other."""
-    own: Callable[..., None] = ModelRunner.compute_batch
-
-    @functools.wraps(own)
-    def compute_batch(self: ModelRunner, model: torch.nn.Module, batch_data: Arguments) -> None:
-        settings, mask = self.cb_config.varlen_compile_config, batch_data["attention_mask"]
-        if mask is not None and settings is not None and settings.backend == "weave":
-            by_type = mask if isinstance(mask, dict) else dict.fromkeys(batch_data["cu_seq_lens_k"], mask)
-            batch_data[LAYER_MASKS] = by_type
-        own(self, model, batch_data)
-
-    ModelRunner.compute_batch = compute_batch
+    step_masks.install()
 
 
 @torch._dynamo.assume_constant_result
@@ -152,7 +137,7 @@ def _traced(
 ) -> tuple[Tensor, Tensor]:
     """`PagedAttentionCache.update` by index. `memory`: the bytes that all allocators share, and not their views of it,
     as AOTAutograd changes one of several inputs that are views of one another only where it sees what they view."""
-    mask = kwargs.get(LAYER_MASKS, {}).get(allocator.layer_type)
+    mask = kwargs.get(step_masks.LAYER_MASKS, {}).get(allocator.layer_type)
     kwargs["cu_seq_lens_k"] = kwargs["cu_seq_lens_k"][allocator.layer_type].to(torch.int32)
     kwargs["max_length_k"] = kwargs["max_length_k"][allocator.layer_type]
     read_index, write_index = kwargs["read_index"][allocator.index], kwargs["write_index"][allocator.index]
@@ -160,8 +145,6 @@ def _traced(
     first = 2 * allocator.layer_indices.index(layer_idx) * allocator.tokens_per_page
     # Allocators that have block tables are those whose rows never move.
     sentinel = -1 if allocator.supports_block_table else allocator.sentinel_index
-    # As in transformers' masks, where a window of 1 is none.
-    window = getattr(allocator, "sliding_window", 0)
     read_keys, read_values = torch.ops.weave.paged_kv_update(
         memory,
         keys,
@@ -175,7 +158,7 @@ def _traced(
         kwargs.get("cu_seq_lens_q"),
         kwargs["cu_seq_lens_k"],
         kwargs["max_length_k"],
-        window if window > 1 else 0,
+        step_masks.window_of(allocator),
     )
     if read_index.shape[0] == 0:
         return key_states, value_states

@@ -6,6 +6,7 @@ import re
 
 from weaveopt.measure.cases.attention.library import AttentionKernels
 from weaveopt.measure.cases.attention.masked import CausalKernels
+from weaveopt.measure.cases.attention.paged import PagedKernels
 from weaveopt.measure.cases.collectives import Collectives
 from weaveopt.measure.cases.copies import Copies
 from weaveopt.measure.cases.energy import Energies
@@ -37,6 +38,7 @@ FAMILIES: tuple[type[Family], ...] = (
     MemoryKernels,
     AttentionKernels,
     CausalKernels,
+    PagedKernels,
     GroupedGemms,
     ExpertKernels,
     Collectives,

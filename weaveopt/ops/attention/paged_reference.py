@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from weaveopt.ops.attention import reference
+from weaveopt.ops.attention.packed_mask import admits
 from weaveopt.ops.attention.paged_shapes import PagedOperands, PagedRows, read_rows
 from weaveopt.ops.attention.shapes import AttentionOperands, Scores, empty_result
 
@@ -23,26 +24,12 @@ def dense(operands: PagedOperands, scores: Scores) -> Tensor:
     """Every query against every key, under a mask; waits for nothing."""
     rows, queries = operands.rows, operands.query.shape[2]
     keys, values = read_rows(rows, rows.read_index) if rows.read_index.shape[0] else (rows.keys, rows.values)
-    device = operands.query.device
-    of_query, query_ids = _request_of(operands.cu_seq_lens_q, torch.arange(queries, device=device))
-    of_key, key_ids = _request_of(operands.cu_seq_lens_k, torch.arange(keys.shape[0], device=device))
-    lengths = (operands.cu_seq_lens_k.diff() - operands.cu_seq_lens_q.diff()).long()
-    last = (query_ids + torch.cat((lengths, lengths.new_zeros(1)))[of_query])[:, None]
-    mask = (of_query[:, None] == of_key) & (of_query < operands.num_requests)[:, None] & (key_ids <= last)
-    if operands.window:
-        mask &= key_ids > last - operands.window
+    mask = admits(operands.cu_seq_lens_q, operands.cu_seq_lens_k, queries, keys.shape[0], operands.window)
     # What no query reads may be anything.
     read = mask.any(0)[:, None, None]
     keys, values = (each.masked_fill(~read, 0.0).transpose(0, 1)[None] for each in (keys, values))
     admitted = AttentionOperands(operands.query, keys, values, mask[None, None], None, operands.sinks)
     return reference.reference(admitted, scores)
-
-
-def _request_of(bounds: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Request of each packed position, and the position in it; after the last request: the number of requests."""
-    found = torch.searchsorted(bounds.long(), ids, right=True) - 1
-    # Requests without positions end where the next begins: the last of them is found.
-    return found, ids - bounds.long()[found]
 
 
 @dataclass(frozen=True)
