@@ -1,23 +1,27 @@
 """A step of `generate_batch` (continuous batching): transformers' loop, eager and compiled by Inductor, against weave.
 
 Llamas with random weights under transformers' own tensor-parallel plan; all requests come at once and are as long as
-one another but for a few tokens. A step is what more tokens of a request take: the time of a long call less that of a
-short one, over the tokens between. Ways take turns, the first turn compiles and does not count; a time is the median of
-the rounds, of the ranks the slowest.
+one another but for a few tokens. A step is what a pass of transformers' loop takes, the median of the second half of a
+call, where all requests decode; ways take turns, the first turn compiles and does not count; a time is the median of
+the rounds, of the ranks the slowest. `_graphs`: with transformers' own CUDA graphs, which it leaves off by default
+where attention needs a mask. weave has what `weaveopt.continuous_batching` chooses.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from transformers import CompileConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 import weaveopt
 from benchmarks import record
@@ -34,13 +38,15 @@ SHAPES = {
 }  # fmt: skip
 PAGES = {"test": (16, 256, 256), "8b": (256, 512, 4096)}
 """Tokens of a page, number of pages, most tokens of a step."""
-WAYS = ("eager", "inductor", "weave")
+BASELINES = {CPU: ("eager", "inductor"), GPU: ("eager", "eager_graphs", "inductor", "inductor_graphs")}
 REQUESTS = {CPU: Setting("requests", (4, 16), quick=(4,)), GPU: Setting("requests", (32, 128, 256), quick=(32,))}
 MODELS = {CPU: Setting("models", ("test",)), GPU: Setting("models", ("8b",))}
 LAYERS = Setting("layers", 0, "at most so many (default: all that the model has)", quick=2)
 PROMPT = {CPU: Setting("prompt", 16, quick=8), GPU: Setting("prompt", 128)}
-NEW_TOKENS = Setting("new_tokens", 72, quick=6)
-SHORT, ROUNDS = 4, 5
+NEW_TOKENS = Setting("new_tokens", 72, quick=8)
+WAYS = {device: Setting("ways", names, among=names) for device, names in BASELINES.items()}
+WARM_UP_TOKENS = 4
+ROUNDS = {CPU: 5, GPU: 3}
 
 
 @dataclass(frozen=True)
@@ -68,15 +74,43 @@ def make(place: Place, name: str, layers: int) -> PreTrainedModel:
 def batching(way: str, name: str) -> ContinuousBatchingConfig:
     page, pages, tokens = PAGES[name]
     config = ContinuousBatchingConfig(page_size=page, num_blocks=pages, max_batch_tokens=tokens)
-    if not torch.cuda.is_available():
-        config.use_cuda_graph = False
-    if way == "inductor":
+    if way == "weave":
+        return weaveopt.continuous_batching(config)["continuous_batching_config"]
+    config.use_cuda_graph = way.endswith("_graphs")
+    if way.startswith("inductor"):
         config.varlen_compile_config = CompileConfig(backend="inductor", mode="default", dynamic=True)
-    return weaveopt.continuous_batching(config)["continuous_batching_config"] if way == "weave" else config
+    return config
 
 
-def call(model: PreTrainedModel, case: Case, length: int, way: str, num_new: int) -> tuple[float, list[list[int]]]:
-    """Seconds of a call, and its tokens."""
+@contextmanager
+def timed_passes() -> Iterator[list[float]]:
+    """When each pass of transformers' loop ended, in seconds."""
+    own: Callable[..., bool] = ContinuousBatchingManager._generation_loop_body
+    ends: list[float] = []
+
+    @functools.wraps(own)
+    def body(*args: object, **kwargs: object) -> bool:
+        goes_on = own(*args, **kwargs)
+        ends.append(time.perf_counter())
+        return goes_on
+
+    ContinuousBatchingManager._generation_loop_body = body
+    try:
+        yield ends
+    finally:
+        ContinuousBatchingManager._generation_loop_body = own
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of `generate_batch`."""
+
+    seconds: float
+    step_us: float
+    tokens: list[list[int]]
+
+
+def call(model: PreTrainedModel, case: Case, length: int, way: str, num_new: int) -> Call:
     vocabulary = model.config.vocab_size
     prompts = [
         [(7 * at + each) % (vocabulary - 3) + 3 for each in range(length + at % 5)] for at in range(case.requests)
@@ -84,49 +118,69 @@ def call(model: PreTrainedModel, case: Case, length: int, way: str, num_new: int
     how = GenerationConfig(max_new_tokens=num_new, do_sample=False, pad_token_id=0, eos_token_id=-1)
     barrier()
     begin = time.perf_counter()
-    found = model.generate_batch(
-        inputs=prompts, generation_config=how, continuous_batching_config=batching(way, case.model), progress_bar=False
-    )
+    with timed_passes() as ends:
+        found = model.generate_batch(
+            inputs=prompts, generation_config=how, continuous_batching_config=batching(way, case.model),
+            progress_bar=False,
+        )  # fmt: skip
     taken_s = time.perf_counter() - begin
     wrong = [each.error for each in found.values() if each.error]
-    assert not wrong, f"{way}: {wrong[0]}"
-    return taken_s, [found[f"req_{at}"].generated_tokens for at in range(case.requests)]
+    assert not wrong and len(found) == case.requests, f"{way}: {wrong[0] if wrong else 'requests are missing'}"
+    # The last passes find no request.
+    passes = [after - before for before, after in itertools.pairwise(ends)][num_new // 2 : num_new - 1]
+    step_us = statistics.median(passes) * 1e6
+    return Call(taken_s, step_us, [found[f"req_{at}"].generated_tokens for at in range(case.requests)])
+
+
+def alike(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> tuple[int, float]:
+    """How many requests begin with the same token, and the mean number of tokens until they differ."""
+    lengths = [
+        next((at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+        for a, b in zip(ours, theirs, strict=True)
+    ]
+    return sum(length > 0 for length in lengths), statistics.mean(lengths)
 
 
 def measure(
-    place: Place, case: Case, run: Callable[[str, int], tuple[float, list[list[int]]]], new: int
-) -> Mapping[str, float]:
-    """Microseconds of a step of each way."""
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
-    tokens: dict[str, list[list[int]]] = {}
-    for turn in range((1 if place.quick else ROUNDS) + 1):
-        for way, found in times.items():
-            short_s, _ = run(way, SHORT)
-            long_s, tokens[way] = run(way, new)
+    device: str, place: Place, ways: Sequence[str], run: Callable[[str, int], Call], new: int
+) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """Microseconds of a step of each way, and tokens a second of its whole calls."""
+    steps: dict[str, list[float]] = {way: [] for way in ways}
+    rates: dict[str, list[float]] = {way: [] for way in ways}
+    last: dict[str, Call] = {}
+    for turn in range((1 if place.quick else ROUNDS[device]) + 1):
+        for way in ways:
+            last[way] = found = run(way, new if turn else WARM_UP_TOKENS)
             if turn:
-                found.append((long_s - short_s) * 1e6 / (new - SHORT))
+                steps[way].append(found.step_us)
+                rates[way].append(new * len(found.tokens) / found.seconds)
             else:
-                place.say(f"  {way}: first call took {short_s:.1f} s")
-    same = sum(a == b for a, b in zip(tokens["weave"], tokens["eager"], strict=True))
-    place.say(f"  tokens as eager's: {same} of {case.requests} requests")
-    medians = slowest([statistics.median(found) for found in times.values()])
-    return dict(zip(times, medians, strict=True))
+                place.say(f"  {way}: first call took {found.seconds:.1f} s")
+    for way in ways[1:]:
+        first, mean = alike(last[way].tokens, last[ways[0]].tokens)
+        count = len(last[way].tokens)
+        place.say(f"  {way} against {ways[0]}: {first} of {count} first tokens, {mean:.1f} of {new} tokens in a row")
+    medians = slowest([statistics.median(steps[way]) for way in ways])
+    return dict(zip(ways, medians, strict=True)), {way: statistics.median(found) for way, found in rates.items()}
 
 
 def rows(device: str, place: Place, cases: Sequence[Case], asked: Asked) -> Iterator[record.Row]:
     for case in cases:
         torch._dynamo.reset()
         model = make(place, case.model, asked.of(LAYERS))
-        us = dict(measure(place, case, partial(call, model, case, asked.of(PROMPT[device])), asked.of(NEW_TOKENS)))
+        new, ways = asked.of(NEW_TOKENS), (*asked.of(WAYS[device]), "weave")
+        run = functools.partial(call, model, case, asked.of(PROMPT[device]))
+        us, rates = measure(device, place, ways, run, new)
         report = weaveopt.report(model)
         rewritten = {each.chosen.choice for graph in report.graphs for each in graph.decisions if each.rewritten}
         yield record.row(
             case={"model": case.model, "layers": model.config.num_hidden_layers, "ranks": place.world,
                   "requests": case.requests},
-            weave_us=us.pop("weave"),
-            baselines=us,
-            parameters={"prompt": asked.of(PROMPT[device]), "new_tokens": asked.of(NEW_TOKENS),
-                        "chosen": " ".join(sorted(rewritten))},
+            weave_us=us["weave"],
+            baselines={way: us[way] for way in ways if way != "weave"},
+            parameters={"prompt": asked.of(PROMPT[device]), "new_tokens": new,
+                        "chosen": " ".join(sorted(rewritten)),
+                        "tokens_per_s": " ".join(f"{way}={rate:.0f}" for way, rate in rates.items())},
         )  # fmt: skip
         del model
 
@@ -134,8 +188,9 @@ def rows(device: str, place: Place, cases: Sequence[Case], asked: Asked) -> Iter
 def suite_of(device: str) -> Suite[Case]:
     return Suite(
         "generate_batch", "a step of `generate_batch`: continuous batching", Needs(device, 2, worlds=(2,)),
-        partial(cases, device), partial(rows, device), ours=("weave",), baselines=WAYS[:2],
-        settings=(MODELS[device], REQUESTS[device], LAYERS, PROMPT[device], NEW_TOKENS),
+        functools.partial(cases, device), functools.partial(rows, device), ours=("weave",),
+        baselines=BASELINES[device],
+        settings=(MODELS[device], REQUESTS[device], LAYERS, PROMPT[device], NEW_TOKENS, WAYS[device]),
     )  # fmt: skip
 
 
