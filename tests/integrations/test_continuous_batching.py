@@ -31,8 +31,8 @@ from tests.ranks import run_ranks
 from tests.ranks.simulated import ALL_ON_REAL_RANKS
 from weaveopt.errors import WeaveError
 from weaveopt.integrations.transformers import continuous_batching as module
-from weaveopt.integrations.transformers import step_masks
-from weaveopt.ops.attention.packed_mask import packed_mask
+from weaveopt.integrations.transformers import step_inputs
+from weaveopt.ops.attention.packed import packed_mask, rows_of_pages
 
 FAMILIES = ("llama", "mistral", "gemma3_text", "qwen3_moe")
 """Full attention, windows alone, both, and a mixture."""
@@ -116,7 +116,7 @@ def test_other_backends_find_transformers_own_cache() -> None:
     other = CompileConfig(backend=keep, mode="default", dynamic=True)
     assert tokens(model, inputs, batching(other)) == tokens(model, inputs, batching())
     assert targets and not any("paged_kv_update" in each for each in targets)
-    assert "attention_mask" in given and step_masks.LAYER_MASKS not in given, "models get what transformers gives them"
+    assert "attention_mask" in given and step_inputs.LAYER_MASKS not in given, "models get what transformers gives them"
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -132,6 +132,24 @@ def test_masks_are_transformers_own(seed: int) -> None:
         padding = numbers.randint(0, 2)
         given = (torch.tensor(each + each[-1:] * padding, dtype=torch.int32) for each in bounds)
         assert torch.equal(packed_mask(*given, *shape, window, dtype), want), (bounds, shape, window)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 7])
+def test_rows_follow_the_pages_of_each_request(page_size: int) -> None:
+    numbers = random.Random(page_size)
+    for _ in range(25):
+        lengths = [numbers.choice([0, 1, page_size, numbers.randint(1, 30)]) for _ in range(numbers.randint(1, 6))]
+        starts: list[int] = []
+        want: list[int] = []
+        for length in lengths:
+            own = [page_size * numbers.randrange(50) for _ in range(-(-length // page_size))]
+            starts += own
+            want += [start + at for start in own for at in range(page_size)][:length]
+        padding = numbers.randint(0, 5)
+        bounds = torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32)
+        given = torch.tensor([*starts, *[7] * numbers.randint(1, 3)], dtype=torch.int32)
+        rows = rows_of_pages(bounds, given, len(want) + padding, page_size, -1)
+        assert rows.dtype is torch.int64 and rows.tolist() == want + [-1] * padding, (lengths, starts)
 
 
 def test_only_compiled_steps_are_without_transformers_masks() -> None:

@@ -61,7 +61,8 @@ def test_requests_read_their_own_rows(family: str) -> None:
     assert called(graphs, "paged_attention") == model.config.num_hidden_layers * len(graphs)
     assert called(graphs, "paged_kv_update") == 0
     for graph in some(graphs):
-        assert not any("searchsorted" in str(node.target) for node in some(graph.nodes)), "the mask is made"
+        # One finds the rows of full attention; a mask takes two more.
+        assert sum("searchsorted" in str(node.target) for node in some(graph.nodes)) <= 1, "the mask is made"
 
 
 def test_another_mask_is_left() -> None:

@@ -5,7 +5,7 @@
 transformers switches Dynamo off in `PagedAttentionCache.update`, so a compiled step is two graphs a layer. Once
 `continuous_batching` was called, Dynamo traces for the backend `weave`, and for no other, `weave::paged_kv_update` in
 its place (`ops.attention.paged`): it writes the new rows and returns all rows that are read. The operator also names
-the mask of the layer's cache (`step_masks`) and the lengths that this mask stands for, so that a rule knows what the
+the mask of the layer's cache (`step_inputs`) and the lengths that this mask stands for, so that a rule knows what the
 attention after it computes.
 """
 
@@ -25,7 +25,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.config import OptionValue
 from weaveopt.errors import WeaveError
-from weaveopt.integrations.transformers import batching_loop, step_masks
+from weaveopt.integrations.transformers import batching_loop, step_inputs
 
 Tensor = torch.Tensor
 Arguments = MutableMapping[str, Any]
@@ -108,7 +108,7 @@ def _install() -> None:
     for name in ("_torchdynamo_disable", "_torchdynamo_disable_msg", "_torchdynamo_disable_recursive"):
         update.__dict__.pop(name, None)
     PagedAttentionCache.update = update
-    step_masks.install()
+    step_inputs.install()
 
 
 @torch._dynamo.assume_constant_result
@@ -137,7 +137,7 @@ def _traced(
 ) -> tuple[Tensor, Tensor]:
     """`PagedAttentionCache.update` by index. `memory`: the bytes that all allocators share, and not their views of it,
     as AOTAutograd changes one of several inputs that are views of one another only where it sees what they view."""
-    mask = kwargs.get(step_masks.LAYER_MASKS, {}).get(allocator.layer_type)
+    mask = kwargs.get(step_inputs.LAYER_MASKS, {}).get(allocator.layer_type)
     kwargs["cu_seq_lens_k"] = kwargs["cu_seq_lens_k"][allocator.layer_type].to(torch.int32)
     kwargs["max_length_k"] = kwargs["max_length_k"][allocator.layer_type]
     read_index, write_index = kwargs["read_index"][allocator.index], kwargs["write_index"][allocator.index]
@@ -158,7 +158,7 @@ def _traced(
         kwargs.get("cu_seq_lens_q"),
         kwargs["cu_seq_lens_k"],
         kwargs["max_length_k"],
-        step_masks.window_of(allocator),
+        step_inputs.window_of(allocator),
     )
     if read_index.shape[0] == 0:
         return key_states, value_states

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from weaveopt.ops.attention import reference
-from weaveopt.ops.attention.packed_mask import admits
+from weaveopt.ops.attention.packed import admits
 from weaveopt.ops.attention.paged_shapes import PagedOperands, PagedRows, read_rows
 from weaveopt.ops.attention.shapes import AttentionOperands, Scores, empty_result
 

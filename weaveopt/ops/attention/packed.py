@@ -1,4 +1,5 @@
-"""The mask of packed requests, as an expression of their lengths that waits for nothing and that Dynamo traces."""
+"""Masks of packed requests and rows of their pages, as expressions of the lengths that wait for nothing and that Dynamo
+traces."""
 
 from __future__ import annotations
 
@@ -37,6 +38,25 @@ def admits(cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor, queries: int, keys: int
     last = (query_ids + torch.cat((before, before.new_zeros(1)))[of_query])[:, None]
     admitted = (of_query[:, None] == of_key) & (of_query < requests)[:, None] & (key_ids <= last)
     return admitted & (key_ids > last - window) if window else admitted
+
+
+def rows_of_pages(cu_seq_lens_k: Tensor, page_starts: Tensor, keys: int, page_size: int, nowhere: int) -> Tensor:
+    """The row of the cache of each packed key, int64 [keys]; of keys after the last request: `nowhere`.
+
+        pages = iter(page_starts)             # of each request those that its keys fill, one request after the other
+        for length in cu_seq_lens_k.diff():
+            own = islice(pages, ceil(length / page_size))
+            rows += [start + at for start in own for at in range(page_size)][:length]
+
+    `cu_seq_lens_k` is integers [requests + 1], `page_starts` integers [all pages or more], both on the device.
+    """
+    requests, lengths = cu_seq_lens_k.shape[0] - 1, cu_seq_lens_k.diff().long()
+    of_key, key_ids = _request_of(cu_seq_lens_k, torch.arange(keys, device=cu_seq_lens_k.device))
+    counts = (lengths + (page_size - 1)) // page_size
+    is_read, request = of_key < requests, of_key.clamp(max=requests - 1)
+    page = (counts.cumsum(0) - counts)[request] + key_ids // page_size
+    rows = page_starts[torch.where(is_read, page, 0)] + key_ids % page_size
+    return torch.where(is_read, rows, nowhere)
 
 
 def _request_of(bounds: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
