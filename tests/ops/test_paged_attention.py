@@ -90,6 +90,13 @@ def test_launches_depend_on_sizes_alone() -> None:
     # The bound on keys divides work; lengths on the device do not.
     assert plan_paged(replace(decode, cu_seq_lens_k=decode.cu_seq_lens_k * 0), 132) == how
     assert plan_paged(replace(decode, max_keys=100), 132).num_splits == 1
+    # As many requests as the step was padded to are not there: long ones are split all the same.
+    padded = make(PagedCase(((1, 4096),) * 8, heads=32, key_heads=8, size=16, padding=56), torch.bfloat16, 0)
+    assert plan_paged(padded, 132).num_splits == 4
+    short = make(PagedCase(((1, 200),) * 32, heads=32, key_heads=8, size=16, padding=0), torch.bfloat16, 0)
+    assert (plan_paged(short, 64).num_splits, plan_paged(short, 64).block_n) == (1, 32)
+    whole = make(PagedCase(((1, 512),) * 32, heads=16, key_heads=4, size=16, padding=0), torch.bfloat16, 0)
+    assert (plan_paged(whole, 132).num_splits, plan_paged(whole, 132).block_n) == (1, 128)
     prompts = make(PagedCase(((600, 600),) * 2, heads=32, key_heads=8, size=16, padding=0), torch.bfloat16, 0)
     assert plan_paged(prompts, 132).num_splits == 1 and plan_paged(prompts, 132).block_m == 64
 

@@ -155,7 +155,8 @@ def _install_pages() -> None:
         if self.page_starts is None:
             prepare(self, *args, **kwargs)
             return
-        _building.pages = pages = []
+        pages: list[int] = []
+        _building.pages = pages
         try:
             prepare(self, *args, **kwargs)
         finally:

@@ -8,12 +8,34 @@ from dataclasses import dataclass
 import torch
 
 from weaveopt.ops.attention import paged_reference
-from weaveopt.ops.attention.gpu import COMBINE_SPLITS, LARGEST_HEAD, SPLIT_STEP, has_triton, num_sms
+from weaveopt.ops.attention.gpu import (
+    COMBINE_SPLITS,
+    LARGEST_HEAD,
+    SPLIT_STEP,
+    has_triton,
+    may_launch_early,
+    num_sms,
+)
 from weaveopt.ops.attention.paged_shapes import PagedOperands
-from weaveopt.ops.attention.plan import FEW_ROWS, LEAST_ROWS, MAX_SPLITS, MIDDLE, columns_to_combine, power_of_two
+from weaveopt.ops.attention.plan import (
+    FEW_ROWS,
+    GOOD_ENOUGH,
+    LEAST_ROWS,
+    LONG_KEYS,
+    MAX_SPLITS,
+    MIDDLE,
+    columns_to_combine,
+    power_of_two,
+)
 from weaveopt.ops.attention.shapes import Scores, empty_result
 
 Tensor = torch.Tensor
+
+
+SPLIT_KEYS = 1024
+"""Keys of a split where there is room for more requests than there are, as far as the host knows."""
+FEW_KEYS = 512
+"""Keys of a program up to which small blocks, of which more programs are resident, are faster."""
 
 
 @dataclass(frozen=True)
@@ -25,19 +47,38 @@ class PagedLaunch:
     """Queries of a tile: as many as have all their heads of a group in `block_m` rows."""
     block_n: int
     num_splits: int
+    num_warps: int = MIDDLE.num_warps
+    num_stages: int = MIDDLE.num_stages
 
 
 def plan_paged(operands: PagedOperands, sms: int) -> PagedLaunch:
-    """Tiles of decode are one query's; its keys are split where tiles alone leave SMs idle."""
+    """Tiles of decode are one query's; its keys are split where tiles alone leave SMs idle.
+
+    In CUDA graphs the sizes are those of a larger step: requests without queries are tiles that end at once. How many
+    there are at least follows from all keys and the longest request.
+    """
     queries, group, requests = operands.query.shape[2], operands.group, operands.num_requests
-    rows = LEAST_ROWS if queries <= requests else FEW_ROWS
-    block_m = max(rows, power_of_two(group))
+    key_heads, num_keys = operands.rows.keys.shape[1], operands.rows.num_keys
+    is_decode = queries <= requests
+    block_m = max(LEAST_ROWS if is_decode else FEW_ROWS, power_of_two(group))
     block_q = block_m // group
-    tiles = (queries // block_q + min(queries, requests)) * operands.rows.keys.shape[1]
-    busy = -(-int(MIDDLE.filling * sms) // max(tiles, 1))
-    most = max(min(operands.max_keys, operands.rows.num_keys) // (2 * MIDDLE.least_keys), 1)
-    block_n = MIDDLE.block_n // 2 if operands.query.shape[3] > 128 else MIDDLE.block_n
-    return PagedLaunch(block_m, block_q, block_n, max(1, min(busy, most, MAX_SPLITS)))
+    longest = max(min(operands.max_keys, num_keys), 1)
+    most_tiles = (queries if is_decode else queries // block_q + requests) * key_heads
+    least_tiles = min(-(-num_keys // longest) * key_heads, most_tiles) if is_decode else most_tiles
+    mean_keys = num_keys // max(min(queries, requests), 1)
+
+    def busy(tiles: int) -> int:
+        return -(-int(MIDDLE.filling * sms) // max(tiles, 1))
+
+    most = max(longest // (2 * MIDDLE.least_keys), 1)
+    splits = max(1, min(max(busy(most_tiles), min(busy(least_tiles), longest // SPLIT_KEYS)), most, MAX_SPLITS))
+    block_n, is_wide = MIDDLE.block_n, operands.query.shape[3] > 128
+    if is_decode and GOOD_ENOUGH * sms <= least_tiles == most_tiles <= sms and mean_keys < LONG_KEYS:
+        # One program an SM has all keys of its request: it alone keeps enough of them in flight.
+        splits, block_n = 1, MIDDLE.block_n if is_wide else 2 * MIDDLE.block_n
+    elif (is_decode and most_tiles * splits >= MIDDLE.resident * sms and mean_keys // splits <= FEW_KEYS) or is_wide:
+        block_n = MIDDLE.block_n // 2
+    return PagedLaunch(block_m, block_q, block_n, splits)
 
 
 def attend(operands: PagedOperands, scores: Scores) -> Tensor:
@@ -60,6 +101,7 @@ def launch_paged(operands: PagedOperands, scores: Scores, how: PagedLaunch) -> T
         return out
     _, heads, queries, size = query.shape
     key_heads, splits = heads // group, how.num_splits
+    early = splits > 1 and may_launch_early(out.device)
     acc = ml = out
     if splits > 1:
         acc = out.new_empty((heads * queries, splits, size), dtype=torch.float32)
@@ -78,15 +120,15 @@ def launch_paged(operands: PagedOperands, scores: Scores, how: PagedLaunch) -> T
         out.stride(1), out.stride(2), queries, requests, group, rows.sentinel, operands.window, unit, cap_rate, splits,
         D=size, BLOCK_D=block_d, BLOCK_M=how.block_m, BLOCK_Q=how.block_q, BLOCK_N=how.block_n,
         BLOCK_R=power_of_two(requests + 1), READ=read, WINDOW=operands.window > 0, SINKS=operands.sinks is not None,
-        SOFTCAP=scores.softcap > 0, SPLIT=splits > 1, STEP=SPLIT_STEP,
-        num_warps=MIDDLE.num_warps, num_stages=MIDDLE.num_stages,
+        SOFTCAP=scores.softcap > 0, SPLIT=splits > 1, PDL=early, STEP=SPLIT_STEP,
+        num_warps=how.num_warps, num_stages=how.num_stages,
     )  # fmt: skip
     if splits > 1:
         columns = min(columns_to_combine(splits), block_d)
         kernels.combine[(heads * queries, -(-size // columns))](
             acc, ml, sinks, out, out.stride(0), out.stride(1), out.stride(2), heads, group, queries, splits,
             DV=size, BLOCK_DV=columns, BLOCK_SPLITS=min(power_of_two(splits), COMBINE_SPLITS),
-            SINKS=operands.sinks is not None, PDL=False, num_warps=1,
+            SINKS=operands.sinks is not None, PDL=early, num_warps=1, launch_pdl=early,
         )  # fmt: skip
     return out
 

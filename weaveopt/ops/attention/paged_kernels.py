@@ -36,7 +36,7 @@ def paged_attention(
     num_queries, num_requests, group, sentinel, window, unit, cap_rate, num_splits,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, READ: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
-    SPLIT: tl.constexpr, STEP: tl.constexpr,
+    SPLIT: tl.constexpr, PDL: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_Q queries of one request, of all heads that read one key head, over one split of their keys.
 
@@ -44,6 +44,9 @@ def paged_attention(
     that the number of tiles does not depend on lengths: grid (S // BLOCK_Q + requests + 1, key heads, num_splits), and
     tiles that no request has end at once. Queries after the last request are one more request, without keys.
     """
+    if PDL:
+        # `combine` may be launched: it waits by itself until all of this grid is written.
+        tl.extra.cuda.gdc_launch_dependents()
     tile, key_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     ids = tl.arange(0, BLOCK_R)
     starts = tl.load(bounds_q + ids, mask=ids <= num_requests, other=0)
