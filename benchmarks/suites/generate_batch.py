@@ -3,7 +3,8 @@
 Llamas with random weights under transformers' own tensor-parallel plan; all requests come at once and are as long as
 one another but for a few tokens. A step is what a pass of transformers' loop takes, the median of the second half of a
 call, where all requests decode; ways take turns, the first turn compiles and does not count; a time is the median of
-the rounds, of the ranks the slowest. `_graphs`: with transformers' own CUDA graphs, which it leaves off by default
+the rounds, of the ranks the slowest. Tokens a second are those of whole calls, with transformers' warm-up, which
+captures graphs. `_graphs`: with transformers' own CUDA graphs, which it leaves off by default
 where attention needs a mask. weave has what `weaveopt.continuous_batching` chooses.
 """
 
@@ -46,7 +47,7 @@ PROMPT = {CPU: Setting("prompt", 16, quick=8), GPU: Setting("prompt", 128)}
 NEW_TOKENS = Setting("new_tokens", 72, quick=8)
 WAYS = {device: Setting("ways", names, among=names) for device, names in BASELINES.items()}
 WARM_UP_TOKENS = 4
-ROUNDS = {CPU: 5, GPU: 3}
+ROUNDS = {CPU: 5, GPU: 2}
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,16 @@ def batching(way: str, name: str) -> ContinuousBatchingConfig:
     return config
 
 
+Replay = tuple[torch.cuda.Event, torch.cuda.Event]
+
+
 @contextmanager
-def timed_passes() -> Iterator[list[float]]:
-    """When each pass of transformers' loop ended, in seconds."""
+def timed_passes() -> Iterator[tuple[list[float], list[Replay]]]:
+    """When each pass of transformers' loop ended, in seconds, and the events around each replay of a CUDA graph."""
     own: Callable[..., bool] = ContinuousBatchingManager._generation_loop_body
+    own_replay: Callable[..., None] = torch.cuda.CUDAGraph.replay
     ends: list[float] = []
+    replays: list[Replay] = []
 
     @functools.wraps(own)
     def body(*args: object, **kwargs: object) -> bool:
@@ -94,11 +100,21 @@ def timed_passes() -> Iterator[list[float]]:
         ends.append(time.perf_counter())
         return goes_on
 
+    @functools.wraps(own_replay)
+    def replay(graph: torch.cuda.CUDAGraph) -> None:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        own_replay(graph)
+        end.record()
+        replays.append((begin, end))
+
     ContinuousBatchingManager._generation_loop_body = body
+    torch.cuda.CUDAGraph.replay = replay  # type: ignore[assignment]
     try:
-        yield ends
+        yield ends, replays
     finally:
         ContinuousBatchingManager._generation_loop_body = own
+        torch.cuda.CUDAGraph.replay = own_replay  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -107,6 +123,8 @@ class Call:
 
     seconds: float
     step_us: float
+    replay_us: float
+    """Of the CUDA graph of a step; 0 where there is none."""
     tokens: list[list[int]]
 
 
@@ -118,7 +136,7 @@ def call(model: PreTrainedModel, case: Case, length: int, way: str, num_new: int
     how = GenerationConfig(max_new_tokens=num_new, do_sample=False, pad_token_id=0, eos_token_id=-1)
     barrier()
     begin = time.perf_counter()
-    with timed_passes() as ends:
+    with timed_passes() as (ends, replays):
         found = model.generate_batch(
             inputs=prompts, generation_config=how, continuous_batching_config=batching(way, case.model),
             progress_bar=False,
@@ -129,7 +147,13 @@ def call(model: PreTrainedModel, case: Case, length: int, way: str, num_new: int
     # The last passes find no request.
     passes = [after - before for before, after in itertools.pairwise(ends)][num_new // 2 : num_new - 1]
     step_us = statistics.median(passes) * 1e6
-    return Call(taken_s, step_us, [found[f"req_{at}"].generated_tokens for at in range(case.requests)])
+    replay_us = [begin.elapsed_time(end) * 1e3 for begin, end in replays[len(replays) // 2 :]]
+    return Call(
+        taken_s,
+        step_us,
+        statistics.median(replay_us or [0.0]),
+        [found[f"req_{at}"].generated_tokens for at in range(case.requests)],
+    )
 
 
 def alike(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> tuple[int, float]:
@@ -143,35 +167,42 @@ def alike(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> tup
 
 def measure(
     device: str, place: Place, ways: Sequence[str], run: Callable[[str, int], Call], new: int
-) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """Microseconds of a step of each way, and tokens a second of its whole calls."""
-    steps: dict[str, list[float]] = {way: [] for way in ways}
-    rates: dict[str, list[float]] = {way: [] for way in ways}
-    last: dict[str, Call] = {}
+) -> dict[str, list[Call]]:
+    """The calls of each way, all but the first."""
+    calls: dict[str, list[Call]] = {way: [] for way in ways}
     for turn in range((1 if place.quick else ROUNDS[device]) + 1):
         for way in ways:
-            last[way] = found = run(way, new if turn else WARM_UP_TOKENS)
+            found = run(way, new if turn else WARM_UP_TOKENS)
             if turn:
-                steps[way].append(found.step_us)
-                rates[way].append(new * len(found.tokens) / found.seconds)
+                calls[way].append(found)
             else:
                 place.say(f"  {way}: first call took {found.seconds:.1f} s")
     for way in ways[1:]:
-        first, mean = alike(last[way].tokens, last[ways[0]].tokens)
-        count = len(last[way].tokens)
-        place.say(f"  {way} against {ways[0]}: {first} of {count} first tokens, {mean:.1f} of {new} tokens in a row")
-    medians = slowest([statistics.median(steps[way]) for way in ways])
-    return dict(zip(ways, medians, strict=True)), {way: statistics.median(found) for way, found in rates.items()}
+        ours, theirs = (calls[each][-1].tokens for each in (way, ways[0]))
+        first, mean = alike(ours, theirs)
+        place.say(f"  {way} against {ways[0]}: {first} of {len(ours)} first tokens, {mean:.1f} of {new} in a row")
+    return calls
+
+
+def named(values: Mapping[str, float]) -> str:
+    return " ".join(f"{way}={value:.0f}" for way, value in values.items() if value)
 
 
 def rows(device: str, place: Place, cases: Sequence[Case], asked: Asked) -> Iterator[record.Row]:
+    torch._dynamo.reset()
+    models: dict[str, PreTrainedModel] = {}
+    new, ways = asked.of(NEW_TOKENS), (*asked.of(WAYS[device]), "weave")
     for case in cases:
-        torch._dynamo.reset()
-        model = make(place, case.model, asked.of(LAYERS))
-        new, ways = asked.of(NEW_TOKENS), (*asked.of(WAYS[device]), "weave")
-        run = functools.partial(call, model, case, asked.of(PROMPT[device]))
-        us, rates = measure(device, place, ways, run, new)
+        if case.model not in models:
+            models = {case.model: make(place, case.model, asked.of(LAYERS))}
+        model = models[case.model]
+        calls = measure(device, place, ways, functools.partial(call, model, case, asked.of(PROMPT[device])), new)
+        medians = slowest([statistics.median(each.step_us for each in calls[way]) for way in ways])
+        us = dict(zip(ways, medians, strict=True))
+        rates = {way: new * case.requests / statistics.median(each.seconds for each in calls[way]) for way in ways}
+        replays = {way: statistics.median(each.replay_us for each in calls[way]) for way in ways}
         report = weaveopt.report(model)
+        times = {"tokens_per_s": named(rates)} | ({"replay_us": named(replays)} if any(replays.values()) else {})
         rewritten = {each.chosen.choice for graph in report.graphs for each in graph.decisions if each.rewritten}
         yield record.row(
             case={"model": case.model, "layers": model.config.num_hidden_layers, "ranks": place.world,
@@ -179,10 +210,8 @@ def rows(device: str, place: Place, cases: Sequence[Case], asked: Asked) -> Iter
             weave_us=us["weave"],
             baselines={way: us[way] for way in ways if way != "weave"},
             parameters={"prompt": asked.of(PROMPT[device]), "new_tokens": new,
-                        "chosen": " ".join(sorted(rewritten)),
-                        "tokens_per_s": " ".join(f"{way}={rate:.0f}" for way, rate in rates.items())},
+                        "chosen": " ".join(sorted(rewritten))} | times,
         )  # fmt: skip
-        del model
 
 
 def suite_of(device: str) -> Suite[Case]:
