@@ -124,7 +124,7 @@ class Call:
     seconds: float
     step_us: float
     replay_us: float
-    """Of the CUDA graph of a step; 0 where there is none."""
+    """The time of a step's CUDA graph; 0 where there is none."""
     tokens: list[list[int]]
 
 
