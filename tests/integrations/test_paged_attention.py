@@ -22,8 +22,9 @@ FORCED: dict[str, object] = {"strict": True, "force": ["causal_attention"]}
 MODELS: dict[str, dict[str, object]] = {
     "llama": {"num_hidden_layers": 1},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_oss": {"num_hidden_layers": 2},
 }
-"""Full attention; both kinds of cache in one memory."""
+"""Full attention; both kinds of cache in one memory; attention with sinks that the model writes out."""
 
 
 def graphs_of(run: Callable[[], list[list[int]]]) -> tuple[list[list[int]], list[fx.Graph]]:

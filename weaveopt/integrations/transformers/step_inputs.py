@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+import torch._dynamo
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching import input_outputs
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
@@ -232,8 +233,27 @@ def _install_step() -> None:
     ) -> None:
         forward(self, model, with_inputs(batch_data), carry_over_ids, prev_output_ids, output_ids)
 
+    choose: Callable[..., tuple[Callable[..., None], bool]] = ModelRunner._get_forward_fn
+
+    @functools.wraps(choose)
+    def get_forward_fn(self: StepRunner, use_block_table: bool) -> tuple[Callable[..., None], bool]:
+        step, use_cuda_graph = choose(self, use_block_table=use_block_table)
+        return _with_constants(step) if is_compiled(self.cb_config) else step, use_cuda_graph
+
+    ModelRunner._get_forward_fn = get_forward_fn
     ContinuousBatchingIOs.get_model_kwargs = get_model_kwargs
     ModelRunner._forward_process_and_sample = forward_process_and_sample
+
+
+def _with_constants(step: Callable[..., None]) -> Callable[..., None]:
+    """`step`, traced with the numbers of modules as constants: where sizes are symbolic Dynamo makes inputs of them,
+    and no site whose scale or limit is one is known then. Dynamo's settings are those of a thread."""
+
+    def call(*args: object) -> None:
+        with torch._dynamo.config.patch(specialize_float=True):
+            step(*args)
+
+    return call
 
 
 def with_inputs(batch_data: Arguments) -> Arguments:
