@@ -57,8 +57,9 @@ def continuous_batching(
     config: ContinuousBatchingConfig | None = None, options: Mapping[str, OptionValue] | None = None
 ) -> BatchingArguments:
     """Arguments of `generate_batch` that compile its steps with this backend: a copy of `config` (default:
-    transformers' own) whose path for steps of any lengths is compiled for symbolic sizes, and, where there are no CUDA
-    graphs, padded less than transformers would for them. `options` are those of `torch.compile(backend="weave")`.
+    transformers' own) whose path for steps of any lengths is compiled for symbolic sizes. On GPUs steps are held in
+    CUDA graphs and prepared while others run, unless `config` says otherwise; without graphs they are padded less than
+    transformers would for them. `options` are those of `torch.compile(backend="weave")`.
 
     The path by block tables is transformers' own still: attention there is a library's, which Dynamo does not trace.
     Raises `WeaveError` for another config, and where it names a compile config of its own.
@@ -79,7 +80,8 @@ def continuous_batching(
     elif own.use_cuda_graph is None:
         # transformers decides against both where steps need a mask: these make their own.
         own.use_cuda_graph = True
-        own.use_async_batching = True if own.use_async_batching is None else own.use_async_batching
+        if own.use_async_batching is None:
+            own.use_async_batching = True
     if own.use_cuda_graph in (False, (False, False)):
         # Sizes are symbolic: padding saves no compile, and what is padded is computed.
         own.q_padding_interval_size = own.q_padding_interval_size or QUERY_INTERVAL

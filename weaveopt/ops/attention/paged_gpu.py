@@ -47,8 +47,6 @@ class PagedLaunch:
     """Queries of a tile: as many as have all their heads of a group in `block_m` rows."""
     block_n: int
     num_splits: int
-    num_warps: int = MIDDLE.num_warps
-    num_stages: int = MIDDLE.num_stages
 
 
 def plan_paged(operands: PagedOperands, sms: int) -> PagedLaunch:
@@ -121,7 +119,7 @@ def launch_paged(operands: PagedOperands, scores: Scores, how: PagedLaunch) -> T
         D=size, BLOCK_D=block_d, BLOCK_M=how.block_m, BLOCK_Q=how.block_q, BLOCK_N=how.block_n,
         BLOCK_R=power_of_two(requests + 1), READ=read, WINDOW=operands.window > 0, SINKS=operands.sinks is not None,
         SOFTCAP=scores.softcap > 0, SPLIT=splits > 1, PDL=early, STEP=SPLIT_STEP,
-        num_warps=how.num_warps, num_stages=how.num_stages,
+        num_warps=MIDDLE.num_warps, num_stages=MIDDLE.num_stages,
     )  # fmt: skip
     if splits > 1:
         columns = min(columns_to_combine(splits), block_d)
