@@ -4,8 +4,8 @@ Llamas with random weights under transformers' own tensor-parallel plan; all req
 one another but for a few tokens. A step is what a pass of transformers' loop takes, the median of the second half of a
 call, where all requests decode; ways take turns, the first turn compiles and does not count; a time is the median of
 the rounds, of the ranks the slowest. Tokens a second are those of whole calls, with transformers' warm-up, which
-captures graphs. `_graphs`: with transformers' own CUDA graphs, which it leaves off by default
-where attention needs a mask. weave has what `weaveopt.continuous_batching` chooses.
+captures graphs; `first_call_s` is a call of few tokens that compiles. `_graphs`: with transformers' own CUDA graphs,
+which it leaves off by default where attention needs a mask. weave has what `weaveopt.continuous_batching` chooses.
 """
 
 from __future__ import annotations
@@ -167,21 +167,23 @@ def alike(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> tup
 
 def measure(
     device: str, place: Place, ways: Sequence[str], run: Callable[[str, int], Call], new: int
-) -> dict[str, list[Call]]:
-    """The calls of each way, all but the first."""
+) -> tuple[dict[str, float], dict[str, list[Call]]]:
+    """Seconds of each way's first call, and its other calls."""
     calls: dict[str, list[Call]] = {way: [] for way in ways}
+    first_s: dict[str, float] = {}
     for turn in range((1 if place.quick else ROUNDS[device]) + 1):
         for way in ways:
             found = run(way, new if turn else WARM_UP_TOKENS)
             if turn:
                 calls[way].append(found)
             else:
+                first_s[way] = found.seconds
                 place.say(f"  {way}: first call took {found.seconds:.1f} s")
     for way in ways[1:]:
         ours, theirs = (calls[each][-1].tokens for each in (way, ways[0]))
-        first, mean = alike(ours, theirs)
-        place.say(f"  {way} against {ways[0]}: {first} of {len(ours)} first tokens, {mean:.1f} of {new} in a row")
-    return calls
+        same, mean = alike(ours, theirs)
+        place.say(f"  {way} against {ways[0]}: {same} of {len(ours)} first tokens, {mean:.1f} of {new} in a row")
+    return first_s, calls
 
 
 def named(values: Mapping[str, float]) -> str:
@@ -196,7 +198,9 @@ def rows(device: str, place: Place, cases: Sequence[Case], asked: Asked) -> Iter
         if case.model not in models:
             models = {case.model: make(place, case.model, asked.of(LAYERS))}
         model = models[case.model]
-        calls = measure(device, place, ways, functools.partial(call, model, case, asked.of(PROMPT[device])), new)
+        first_s, calls = measure(
+            device, place, ways, functools.partial(call, model, case, asked.of(PROMPT[device])), new
+        )
         medians = slowest([statistics.median(each.step_us for each in calls[way]) for way in ways])
         us = dict(zip(ways, medians, strict=True))
         rates = {way: new * case.requests / statistics.median(each.seconds for each in calls[way]) for way in ways}
@@ -210,6 +214,7 @@ def rows(device: str, place: Place, cases: Sequence[Case], asked: Asked) -> Iter
             weave_us=us["weave"],
             baselines={way: us[way] for way in ways if way != "weave"},
             parameters={"prompt": asked.of(PROMPT[device]), "new_tokens": new,
+                        "first_call_s": named(first_s),
                         "chosen": " ".join(sorted(rewritten))} | times,
         )  # fmt: skip
 

@@ -77,9 +77,9 @@ def continuous_batching(
         own.varlen_compile_config.mode, own.varlen_compile_config.options = None, dict(options)
     if not torch.cuda.is_available():
         own.use_cuda_graph = False
-    elif own.use_cuda_graph is None:
+    elif own.use_cuda_graph not in (False, (False, False)):
         # transformers decides against both where steps need a mask: these make their own.
-        own.use_cuda_graph = True
+        own.use_cuda_graph = True if own.use_cuda_graph is None else own.use_cuda_graph
         if own.use_async_batching is None:
             own.use_async_batching = True
     if own.use_cuda_graph in (False, (False, False)):

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 import torch._dynamo
+from torch.fx.experimental import _config as shape_config
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching import input_outputs
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
@@ -247,10 +248,12 @@ def _install_step() -> None:
 
 def _with_constants(step: Callable[..., None]) -> Callable[..., None]:
     """`step`, traced with the numbers of modules as constants: where sizes are symbolic Dynamo makes inputs of them,
-    and no site whose scale or limit is one is known then. Dynamo's settings are those of a thread."""
+    and no site whose scale or limit is one is known then. And with a symbol for every size: sizes that were equal in
+    the first call would share one, and the step be compiled again when they are not. Dynamo's settings are those of a
+    thread."""
 
     def call(*args: object) -> None:
-        with torch._dynamo.config.patch(specialize_float=True):
+        with torch._dynamo.config.patch(specialize_float=True), shape_config.patch(use_duck_shape=False):
             step(*args)
 
     return call
