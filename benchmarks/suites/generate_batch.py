@@ -14,6 +14,7 @@ import functools
 import itertools
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -207,6 +208,11 @@ def rows(device: str, place: Place, cases: Sequence[Case], asked: Asked) -> Iter
         replays = {way: statistics.median(each.replay_us for each in calls[way]) for way in ways}
         report = weaveopt.report(model)
         times = {"tokens_per_s": named(rates)} | ({"replay_us": named(replays)} if any(replays.values()) else {})
+        own_s = Counter[str]()
+        for graph in report.graphs:
+            own_s.update({step: us * 1e-6 for step, us in graph.steps_us})
+        place.say(f"  weave: {len(report.graphs)} graphs; steps of its own {own_s.total():.1f} s, of which "
+                  + ", ".join(f"{step} {seconds:.1f}" for step, seconds in own_s.most_common(4)))  # fmt: skip
         rewritten = {each.chosen.choice for graph in report.graphs for each in graph.decisions if each.rewritten}
         yield record.row(
             case={"model": case.model, "layers": model.config.num_hidden_layers, "ranks": place.world,
@@ -215,7 +221,7 @@ def rows(device: str, place: Place, cases: Sequence[Case], asked: Asked) -> Iter
             baselines={way: us[way] for way in ways if way != "weave"},
             parameters={"prompt": asked.of(PROMPT[device]), "new_tokens": new,
                         "first_call_s": named(first_s),
-                        "chosen": " ".join(sorted(rewritten))} | times,
+                        "graphs": len(report.graphs), "chosen": " ".join(sorted(rewritten))} | times,
         )  # fmt: skip
 
 
