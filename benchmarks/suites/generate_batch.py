@@ -1,6 +1,6 @@
 """A step of `generate_batch` (continuous batching): transformers' loop, eager and compiled by Inductor, against weave.
 
-Llamas with random weights under transformers' own tensor-parallel plan; all requests come at once and are as long as
+Models with random weights under transformers' own tensor-parallel plan; all requests come at once and are as long as
 one another but for a few tokens. A step is what a pass of transformers' loop takes, the median of the second half of a
 call, where all requests decode; ways take turns, the first turn compiles and does not count; a time is the median of
 the rounds, of the ranks the slowest. Tokens a second are those of whole calls, with transformers' warm-up, which
@@ -20,7 +20,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from transformers import CompileConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    CompileConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.distributed import DistributedConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
@@ -31,18 +40,24 @@ from benchmarks.ranks import Place, barrier, slowest
 from benchmarks.suite import CPU, GPU, Asked, Needs, Setting, Suite, product
 from benchmarks.suites import generate
 
-SHAPES = {
+SHAPES: Mapping[str, PreTrainedConfig] = {
     "test": LlamaConfig(
         hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
         vocab_size=2048, max_position_embeddings=4096, tie_word_embeddings=False,
     ),
     "8b": generate.SHAPES["8b"],
+    "qwen3-30b-a3b": Qwen3MoeConfig(
+        hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
+        norm_topk_prob=True, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+        vocab_size=151936, max_position_embeddings=40960, tie_word_embeddings=False,
+    ),
 }  # fmt: skip
-PAGES = {"test": (16, 256, 256), "8b": (256, 512, 4096)}
+CLASSES = {LlamaConfig: LlamaForCausalLM, Qwen3MoeConfig: Qwen3MoeForCausalLM}
+PAGES = {"test": (16, 256, 256), "8b": (256, 512, 4096), "qwen3-30b-a3b": (256, 512, 4096)}
 """Tokens of a page, number of pages, most tokens of a step."""
 BASELINES = {CPU: ("eager", "inductor"), GPU: ("eager", "eager_graphs", "inductor", "inductor_graphs")}
 REQUESTS = {CPU: Setting("requests", (4, 16), quick=(4,)), GPU: Setting("requests", (32, 128, 256), quick=(32,))}
-MODELS = {CPU: Setting("models", ("test",)), GPU: Setting("models", ("8b",))}
+MODELS = {CPU: Setting("models", ("test",)), GPU: Setting("models", ("8b", "qwen3-30b-a3b"), quick=("8b",))}
 LAYERS = Setting("layers", 0, "at most so many (default: all that the model has)", quick=2)
 PROMPT = {CPU: Setting("prompt", 16, quick=8), GPU: Setting("prompt", 128)}
 NEW_TOKENS = Setting("new_tokens", 72, quick=8)
@@ -63,18 +78,20 @@ def cases(device: str, asked: Asked) -> list[Case]:
 
 def make(place: Place, name: str, layers: int) -> PreTrainedModel:
     most = SHAPES[name].num_hidden_layers
-    config = LlamaConfig(**{**SHAPES[name].to_diff_dict(), "num_hidden_layers": min(layers or most, most)})
-    distributed, _, mesh = LlamaForCausalLM.prepare_distribute_model(DistributedConfig(tp_size=place.world))
+    kind = type(SHAPES[name])
+    config = kind(**{**SHAPES[name].to_diff_dict(), "num_hidden_layers": min(layers or most, most)})
+    distributed, _, mesh = CLASSES[kind].prepare_distribute_model(DistributedConfig(tp_size=place.world))
     torch.manual_seed(0)
     with place.device:
-        model = LlamaForCausalLM._from_config(
+        model = CLASSES[kind]._from_config(
             config, dtype=torch.float32 if place.device.type == "cpu" else torch.bfloat16
         )
-    return LlamaForCausalLM.maybe_distribute_model(model, distributed, mesh).eval()
+    return CLASSES[kind].maybe_distribute_model(model, distributed, mesh).eval()
 
 
-def batching(way: str, name: str) -> ContinuousBatchingConfig:
-    page, pages, tokens = PAGES[name]
+def batching(way: str, paged: tuple[int, int, int]) -> ContinuousBatchingConfig:
+    """transformers' config of a way; `paged`: tokens of a page, number of pages, most tokens of a step."""
+    page, pages, tokens = paged
     config = ContinuousBatchingConfig(page_size=page, num_blocks=pages, max_batch_tokens=tokens)
     if way == "weave":
         return weaveopt.continuous_batching(config)["continuous_batching_config"]
@@ -129,18 +146,20 @@ class Call:
     tokens: list[list[int]]
 
 
-def call(model: PreTrainedModel, case: Case, length: int, way: str, num_new: int) -> Call:
+def prompts(model: PreTrainedModel, requests: int, length: int) -> list[list[int]]:
+    """Prompts of `length` tokens and up to four more."""
     vocabulary = model.config.vocab_size
-    prompts = [
-        [(7 * at + each) % (vocabulary - 3) + 3 for each in range(length + at % 5)] for at in range(case.requests)
-    ]
+    return [[(7 * at + each) % (vocabulary - 3) + 3 for each in range(length + at % 5)] for at in range(requests)]
+
+
+def call(model: PreTrainedModel, case: Case, length: int, way: str, num_new: int) -> Call:
     how = GenerationConfig(max_new_tokens=num_new, do_sample=False, pad_token_id=0, eos_token_id=-1)
     barrier()
     begin = time.perf_counter()
     with timed_passes() as (ends, replays):
         found = model.generate_batch(
-            inputs=prompts, generation_config=how, continuous_batching_config=batching(way, case.model),
-            progress_bar=False,
+            inputs=prompts(model, case.requests, length), generation_config=how, progress_bar=False,
+            continuous_batching_config=batching(way, PAGES[case.model]),
         )  # fmt: skip
     taken_s = time.perf_counter() - begin
     wrong = [each.error for each in found.values() if each.error]
@@ -197,6 +216,7 @@ def rows(device: str, place: Place, cases: Sequence[Case], asked: Asked) -> Iter
     new, ways = asked.of(NEW_TOKENS), (*asked.of(WAYS[device]), "weave")
     for case in cases:
         if case.model not in models:
+            models.clear()
             models = {case.model: make(place, case.model, asked.of(LAYERS))}
         model = models[case.model]
         first_s, calls = measure(
@@ -210,7 +230,7 @@ def rows(device: str, place: Place, cases: Sequence[Case], asked: Asked) -> Iter
         times = {"tokens_per_s": named(rates)} | ({"replay_us": named(replays)} if any(replays.values()) else {})
         own_s = Counter[str]()
         for graph in report.graphs:
-            own_s.update({step: us * 1e-6 for step, us in graph.steps_us})
+            own_s.update({step: float(us) * 1e-6 for step, us in graph.steps_us})
         place.say(f"  weave: {len(report.graphs)} graphs; steps of its own {own_s.total():.1f} s, of which "
                   + ", ".join(f"{step} {seconds:.1f}" for step, seconds in own_s.most_common(4)))  # fmt: skip
         rewritten = {each.chosen.choice for graph in report.graphs for each in graph.decisions if each.rewritten}

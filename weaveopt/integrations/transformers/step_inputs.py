@@ -253,7 +253,8 @@ def _with_constants(step: Callable[..., None]) -> Callable[..., None]:
     thread."""
 
     def call(*args: object) -> None:
-        with torch._dynamo.config.patch(specialize_float=True), shape_config.patch(use_duck_shape=False):
+        sizes = shape_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+        with torch._dynamo.config.patch(specialize_float=True), sizes:
             step(*args)
 
     return call
