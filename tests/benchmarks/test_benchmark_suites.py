@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 NUM_CASES = {
     (CPU, "all_reduce_rms_norm"): 5, (CPU, "between_hosts"): 100, (CPU, "between_hosts_calibrated"): 100,
     (CPU, "expert_prefetch"): 20, (GPU, "expert_prefetch_gpu"): 24, (GPU, "expert_pulls"): 15,
-    (CPU, "generate_batch"): 2, (GPU, "generate_batch"): 3,
+    (CPU, "generate_batch"): 2, (GPU, "generate_batch"): 6, (GPU, "generate_rollout"): 1,
     (CPU, "hosts_simulation"): 165, (CPU, "llama_hosts"): 8, (CPU, "llama_layers"): 8, (CPU, "moe_experts"): 12,
     (CPU, "moe_sharded"): 16, (CPU, "prediction"): 1, (GPU, "all_gather_gemm"): 10, (GPU, "all_reduce_rms_norm"): 32,
     (GPU, "all_reduce_host"): 5, (GPU, "all_reduce_rms_norm_ctas"): 4,

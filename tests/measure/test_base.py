@@ -10,6 +10,7 @@ import pytest
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import (
     ContentionRow,
+    CopyContention,
     Curve,
     FabricCosts,
     KernelCurve,
@@ -19,6 +20,7 @@ from weaveopt.cost_model.machine import (
     SizePoint,
     Wiring,
 )
+from weaveopt.cost_model.records import walk
 from weaveopt.errors import OptionError
 from weaveopt.measure.base import accept, renew
 from weaveopt.measure.draft import relative_error
@@ -30,30 +32,34 @@ TODAY = "2037-02-03"
 def of_one_run(machine: Machine) -> Machine:
     """As if four ranks had measured all of it at once, but for what compiled graphs take beyond: an estimate.
 
-    Without kernels that hold a GEMM, which two ranks alone measured.
+    Without operations that two ranks alone measured.
     """
     assert machine.compiled is not None and machine.wiring is not None
+    assert machine.contention is not None and machine.copy_engine is not None
     # What later runs kept of earlier ones has their date behind its name.
     named = {name.partition("@")[0]: origin for name, origin in reversed(machine.origins)}
-    with_gemms = {curve.origin for costs in machine.fabric_costs for curve in costs.curves if "gemm" in curve.op}
-    origins = {
-        name: replace(origin, host="4 x NVIDIA H200") if origin.kind == "measured" else origin
-        for name, origin in named.items()
-        if name not in with_gemms
-    } | {"compiled": Origin("estimate", "", "", "")}
+    of_all = {(costs.fabric, curve.op) for costs in machine.fabric_costs for curve in costs.curves if curve.world == 4}
 
     def once(costs: FabricCosts) -> FabricCosts:
-        kept = (curve for curve in costs.curves if curve.origin not in with_gemms)
+        kept = (curve for curve in costs.curves if (costs.fabric, curve.op) in of_all)
         curves = tuple(replace(curve, origin=curve.origin.partition("@")[0]) for curve in kept)
         return replace(costs, link=replace(costs.link, origin=costs.link.origin.partition("@")[0]), curves=curves)
 
-    return replace(
+    found = replace(
         machine,
-        origins=tuple(sorted(origins.items())),
         compiled=replace(machine.compiled, origin="compiled"),
         wiring=replace(machine.wiring, origin=machine.wiring.origin.partition("@")[0]),
+        contention=replace(machine.contention, origin=machine.contention.origin.partition("@")[0]),
+        copy_engine=replace(machine.copy_engine, origin=machine.copy_engine.origin.partition("@")[0]),
         fabric_costs=tuple(map(once, machine.fabric_costs)),
     )
+    used = {record.origin for _, record in walk(found) if hasattr(record, "origin")}
+    origins = {
+        name: replace(origin, host="4 x NVIDIA H200") if origin.kind == "measured" else origin
+        for name, origin in named.items()
+        if name in used
+    } | {"compiled": Origin("estimate", "", "", "")}
+    return replace(found, origins=tuple(sorted(origins.items())))
 
 
 BASE = of_one_run(cost_model.load("h200x4"))
@@ -129,6 +135,30 @@ def test_what_was_measured_is_todays_and_the_rest_is_the_bases(tmp_path: Path) -
     path = tmp_path / "merged.json"
     path.write_text(cost_model.dumps(machine))
     assert cost_model.load(str(path)) == machine, "keeps to the schema, and in a fixed order"
+
+
+def test_a_kind_that_was_measured_by_itself_replaces_its_own_kernels_alone() -> None:
+    """Families share an operation: renewing the kernel over pages leaves those of other attention."""
+    today = measured_today()
+    paged = tuple(kernel for kernel in today.kernels if kernel.variant.startswith("paged"))
+    others = tuple(kernel for kernel in BASE.kernels if kernel not in paged)
+    assert paged and any(kernel.op == "attention" for kernel in others)
+    found = renew(replace(today, kernels=paged), BASE).machine
+    assert {(each.op, each.variant): each.points for each in found.kernels} == {
+        (each.op, each.variant): each.points for each in BASE.kernels
+    }
+    dates = {each.variant.split()[0]: origin_of(found, each.origin).date for each in found.kernels}
+    assert dates["paged"] == TODAY and dates["flash"] != TODAY
+
+
+def test_contention_that_an_older_run_did_not_measure_comes_from_todays() -> None:
+    today, copies = measured_today(), CopyContention(1.05, 1.1)
+    assert today.contention is not None and BASE.contention is not None
+    without = replace(BASE, contention=replace(BASE.contention, copies=None))
+    found = renew(replace(today, contention=replace(today.contention, copies=copies)), without).machine
+    assert found.contention is not None and found.contention.copies == copies
+    assert found.contention.rows == BASE.contention.rows, "of four ranks"
+    assert origin_of(found, found.contention.origin).note.endswith(f"; copies: {TODAY}, 2 x NVIDIA H200")
 
 
 def test_no_origin_is_left_that_nothing_names() -> None:

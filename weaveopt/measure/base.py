@@ -1,7 +1,8 @@
 """A profile renewed by a smaller run: what the run measured replaces the base's, what it could not measure is kept.
 
 Every block and curve keeps the origin of the run that it comes from. What is renewed at once is an operation at one
-group size: kernels that compete at a site come from one run, or the runs' difference would choose between them.
+group size: kernels that compete at a site come from one run, or the runs' difference would choose between them. Kernels
+of one device are renewed by name: families of measurements share their operations.
 """
 
 from __future__ import annotations
@@ -117,10 +118,18 @@ def renew(today: Machine, base: Machine, allowed: Collection[str] = ()) -> Renew
     dtypes = {costs.dtype for costs in today.gemms}
     others = [costs for costs in base.gemms if costs.dtype not in dtypes]
     kept += [f"gemms.{costs.dtype}" for costs in others]
-    had = {kernel.op for kernel in today.kernels}
-    more_kernels = tuple(kernel for kernel in base.kernels if kernel.op not in had)
+    had = {(kernel.op, kernel.variant) for kernel in today.kernels}
+    more_kernels = tuple(kernel for kernel in base.kernels if (kernel.op, kernel.variant) not in had)
     kept += [f"kernels.{op}" for op in dict.fromkeys(kernel.op for kernel in more_kernels)]
     sees_less = today.ranks_per_host < base.ranks_per_host
+    known = dict(base.origins) | dict(today.origins)
+    contention = of_link("contention", today.contention, base.contention)
+    if contention is not None and contention.copies is None and today.contention and today.contention.copies:
+        # An older run of more ranks did not measure it.
+        of_copies = known[today.contention.origin]
+        note = f"{known[contention.origin].note}; copies: {of_copies.date}, {of_copies.host}"
+        known[contention.origin] = replace(known[contention.origin], note=note)
+        contention = replace(contention, copies=today.contention.copies)
     merged = replace(
         today,
         # GPUs that this run does not see are still there.
@@ -130,7 +139,7 @@ def renew(today: Machine, base: Machine, allowed: Collection[str] = ()) -> Renew
         attention=block("attention", today.attention, base.attention, keep=False),
         # A two-shot exchange of more ranks moves more bytes a rank, and so slows a GEMM more; and it is when all
         # ranks of the host pull that copies contend. Both were measured with the largest group of their run.
-        contention=of_link("contention", today.contention, base.contention),
+        contention=contention,
         copy_engine=of_link("copy_engine", today.copy_engine, base.copy_engine),
         launch=block("launch", today.launch, base.launch, keep=False),
         compiled=block("compiled", today.compiled, base.compiled, keep=False),
@@ -138,7 +147,6 @@ def renew(today: Machine, base: Machine, allowed: Collection[str] = ()) -> Renew
         wiring=block("wiring", today.wiring, base.wiring, sees_less),
         kernels=(*today.kernels, *more_kernels),
     )
-    known = dict(base.origins) | dict(today.origins)
     origins = tuple((name, known[name]) for name in sorted(_named(merged)))
     merged = replace(merged, relative_error=relative_error(merged), origins=origins)
     check(f"{today.name} (renewed from {base.name})", merged)
