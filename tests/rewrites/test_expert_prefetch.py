@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from tests.graphs import profiles
 from tests.graphs.preview import previewed
 from tests.measure.test_families import own_kernels
 from weaveopt import cost_model
@@ -123,12 +124,14 @@ def test_reasons_against_it() -> None:
     with mock.patch.object(exported, "refusal", lambda group: "rank 1: no room"):
         [refused] = reported(make_call()).decisions
     assert codes(refused, RULE) == {"not_shared"}
-    for machine in ("h200x4", "h100x8"):  # neither has the pulls' contention, nor reads of a peer's experts
-        [on_gpus] = reported(make_call(), machine=machine, device="cuda").decisions
+    # Neither has the pulls' contention, nor reads of a peer's experts.
+    for machine in (profiles.without("h200x4", READS), cost_model.load("h100x8")):
+        with profiles.found(machine):
+            [on_gpus] = reported(make_call(), machine=machine.name, device="cuda").decisions
         in_place, ahead = on_peers(on_gpus)
         assert {why.code for why in in_place.rejections} == {"not_measured"} and in_place.estimate is None
         assert {why.code for why in ahead.rejections} == {"not_measured"}
-        assert (ahead.estimate is None) == (machine == "h100x8")
+        assert (ahead.estimate is None) == (machine.name == "h100x8")
 
 
 def on_peers(decision: Decision) -> tuple[Candidate, Candidate]:
@@ -164,7 +167,7 @@ def with_reads(machine: Machine, points: tuple[Point, ...] = AT_320_GB_PER_S) ->
 
 def test_gpus_read_in_place_where_that_was_measured(graphs: list[fx.Graph]) -> None:
     """Few rows go through Triton's kernels whatever the call names beyond."""
-    found = with_reads(cost_model.load("h200x4"))
+    found = with_reads(profiles.without("h200x4", READS))
     with mock.patch.object(cost_model, "load", lambda name: found):
         [decision] = reported(make_call(), machine="h200x4", device="cuda").decisions
     assert (decision.chosen.choice, decision.chosen.fabric) == (RULE, Fabric.PEER)
@@ -187,7 +190,7 @@ def test_gpus_read_in_place_where_that_was_measured(graphs: list[fx.Graph]) -> N
 
 def test_reads_of_peers_cost_what_the_curve_says() -> None:
     """A second tile of an expert's rows reads its weights again."""
-    machine, few = with_reads(cost_model.load("h200x4")), ShardedMixture(replace(QWEN3_30B, tokens=64), 2)
+    machine, few = with_reads(profiles.without("h200x4", READS)), ShardedMixture(replace(QWEN3_30B, tokens=64), 2)
     parts = read_parts(machine, Fabric.PEER, few, "")
     assert parts is not None and parts.reads > 0.0
     assert parts.experts + parts.reads == pytest.approx(20.0 + missing_bytes(few) / 320e3, rel=0.02)
@@ -195,7 +198,7 @@ def test_reads_of_peers_cost_what_the_curve_says() -> None:
     twice = read_parts(machine, Fabric.PEER, many, "")
     assert twice is not None
     assert twice.experts + twice.reads == pytest.approx(20.0 + 2 * missing_bytes(many) / 320e3, rel=0.02)
-    assert read_parts(cost_model.load("h200x4"), Fabric.PEER, few, "") is None
+    assert read_parts(profiles.without("h200x4", READS), Fabric.PEER, few, "") is None
 
 
 def test_the_report_says_what_travels() -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from tests.graphs import profiles
 from tests.graphs.preview import previewed
 from tests.rewrites.test_expert_prefetch import (
     CHOICES,
@@ -31,7 +32,7 @@ from weaveopt.cost_model import Machine
 from weaveopt.cost_model.exchange import ShardedMixture
 from weaveopt.cost_model.machine import Contention, CopyContention, Point
 from weaveopt.cost_model.mixture import Mixture
-from weaveopt.cost_model.prefetch import ahead_parts, cached_bytes, layer_missing_bytes, read_parts
+from weaveopt.cost_model.prefetch import READS, ahead_parts, cached_bytes, layer_missing_bytes, read_parts
 from weaveopt.fabrics.rows_call import decode
 from weaveopt.ops.experts.prefetch.call import ExpertPrefetchCall, PrefetchForm, experts_call
 from weaveopt.records.candidate import Candidate, Fabric
@@ -58,7 +59,7 @@ def fetched_ahead(machine: Machine, graphs: list[fx.Graph], **more: object) -> t
 
 
 def test_gpus_fetch_ahead_where_pulls_and_what_they_slow_down_were_measured(graphs: list[fx.Graph]) -> None:
-    machine = with_pulls(cost_model.load("h200x4"))
+    machine = with_pulls(profiles.without("h200x4", READS))
     chosen, call = fetched_ahead(machine, graphs)
     assert call.fabric is Fabric.PEER and call.form == PrefetchForm.AHEAD and call.last
     assert (call.in_place_tokens, call.cache_bytes) == (0, 0)
@@ -76,7 +77,10 @@ def test_gpus_fetch_ahead_where_pulls_and_what_they_slow_down_were_measured(grap
 
 def test_few_tokens_are_read_in_place_by_this_ranks_own_count() -> None:
     """From the count on at which reads of the chosen experts take longer than a fetch of all that is not hidden."""
-    machine, whole = with_pulls(with_reads(cost_model.load("h200x4"))), Mixture(512, 8, 64, 2048, 768, True, "bfloat16")
+    machine, whole = (
+        with_pulls(with_reads(profiles.without("h200x4", READS))),
+        Mixture(512, 8, 64, 2048, 768, True, "bfloat16"),
+    )
     ahead, read = (
         {
             tokens: of(ShardedMixture(replace(whole, tokens=tokens), 2))
@@ -97,7 +101,7 @@ def test_few_tokens_are_read_in_place_by_this_ranks_own_count() -> None:
 def test_the_form_by_token_count_is_in_the_call(graphs: list[fx.Graph]) -> None:
     """Pulls start slowly and kernels read few bytes fast: the fewest tokens are read in place."""
     points = (Point(1 << 10, 20.0), Point(1 << 14, 60.0), Point(1 << 16, 4000.0))
-    machine = with_pulls(with_reads(cost_model.load("h200x4"), points))
+    machine = with_pulls(with_reads(profiles.without("h200x4", READS), points))
     assert machine.copy_engine is not None
     chosen, call = fetched_ahead(replace(machine, copy_engine=replace(machine.copy_engine, latency_us=300.0)), graphs)
     assert 0 < call.in_place_tokens < 512 and dict(chosen.parameters)["in_place_tokens"] == call.in_place_tokens
@@ -129,7 +133,7 @@ def test_the_last_half_of_a_batch_frees_the_slot(graphs: list[fx.Graph]) -> None
 
 def test_half_of_the_missing_experts_in_the_cache_halves_the_break_even() -> None:
     """Tokens from which nothing is exposed, by a window that grows with the tokens as Qwen3-30B's attention does."""
-    machine = with_pulls(cost_model.load("h200x4"))
+    machine = with_pulls(profiles.without("h200x4", READS))
 
     def least(cache_bytes: int) -> int:
         def hides(tokens: int) -> bool:
