@@ -30,6 +30,7 @@ LARGEST_FLOPS = 2.0 * 16384 * 14336 * 8192
 CPU_GRID = Grid(m=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048), n=(512, 2048, 4096), k=(512, 2048, 4096))
 CPU_RATES = 2048
 """Columns and depth at which rates by rows are read, on machines without waves."""
+CPU_DRAWN = 1 << 20
 GPU_CACHE_BYTES, CPU_CACHE_BYTES = 200 << 20, 96 << 20
 
 
@@ -40,8 +41,8 @@ class GemmRunner:
         self, device: torch.device, dtype: torch.dtype, cache_bytes: int, largest: tuple[int, int, int]
     ) -> None:
         m, n, k = largest
-        self._weights = torch.randn(max(2 * cache_bytes // dtype.itemsize, n * k), device=device).to(dtype) * 0.05
-        self._rows = torch.randn(m * k, device=device).to(dtype) * 0.5
+        self._weights = _random(max(2 * cache_bytes // dtype.itemsize, n * k), device, dtype) * 0.05
+        self._rows = _random(m * k, device, dtype) * 0.5
         self._out = torch.empty(m * n, device=device, dtype=dtype)
 
     def sample(self, clock: Clock, m: int, n: int, k: int, expected_us: float) -> Sample:
@@ -50,6 +51,13 @@ class GemmRunner:
         copies = max(1, min(64, self._weights.numel() // (n * k)))
         weights = [self._weights[i * n * k : (i + 1) * n * k].view(n, k).t() for i in range(copies)]
         return clock.alone(lambda index: torch.mm(a, weights[index % copies], out=out), expected_us)
+
+
+def _random(count: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Random numbers. A CPU, whose GEMMs take as long whatever the numbers are, repeats a few of them: to draw all
+    would take seconds."""
+    drawn = torch.randn(min(count, CPU_DRAWN) if device.type == "cpu" else count, device=device).to(dtype)
+    return drawn if drawn.numel() == count else drawn.repeat(-(-count // drawn.numel()))[:count]
 
 
 def guess_us(m: int, n: int, k: int) -> float:
