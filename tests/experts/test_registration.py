@@ -35,6 +35,7 @@ IMPORTS = (
     "import weaveopt; from transformers import AutoModelForCausalLM",
     "import transformers; from transformers import AutoModelForCausalLM; import weaveopt",
 )
+OTHERS = ("torch._inductor.compile_fx", "torch.onnx", "torch.distributed.fsdp", "triton", "huggingface_hub")
 LOOK = """
 from transformers.distributed import expert_parallel as module
 import inspect, sys
@@ -46,9 +47,11 @@ print("weaveopt" in type(module.__spec__.loader).__module__, "weaveopt" in type(
 
 
 def test_is_registered_in_any_order() -> None:
-    """Each order in a process of its own, forked where torch alone is loaded."""
+    """Each order in a process of its own, forked where nothing of transformers and weaveopt is loaded yet, but what
+    they import of others."""
     code = f"""
-import os, torch
+import os, sys, {", ".join(OTHERS)}
+assert not any(name in sys.modules for name in ("transformers", "weaveopt"))
 for imports in {IMPORTS!r}:
     if os.fork() == 0:
         exec(imports + {LOOK!r})

@@ -122,15 +122,16 @@ def test_a_kept_manager_drops_steps_captured_with_other_memory(model: PreTrained
     model.destroy_cached_continuous_batching_manager()
 
 
-def test_a_kept_manager_of_another_dtype_is_one_error() -> None:
+def test_a_kept_manager_of_another_dtype_is_one_error(caplog: pytest.LogCaptureFixture) -> None:
     model = build("llama", num_hidden_layers=1)
     until = GenerationConfig(max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=-1)
     kept(model, compiled())
     model.to(torch.bfloat16)
     found = model.generate_batch(LONG, until, compiled(), persistent_manager=True)
     model.destroy_cached_continuous_batching_manager()
-    for each in some(found.values()):
-        assert "the model is torch.bfloat16 now, and its manager was made for torch.float32" in str(each.error)
+    # The log has it always, each result unless transformers sees first that its thread has ended, and reads none.
+    for told in some([caplog.text, *(str(each.error) for each in found.values())]):
+        assert "the model is torch.bfloat16 now, and its manager was made for torch.float32" in told
 
 
 def _on_ranks(rank: int, folder: str) -> list[tuple[bool, bool, int]]:
