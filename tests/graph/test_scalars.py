@@ -11,8 +11,10 @@ import torch.distributed._functional_collectives
 import torch.fx as fx
 from torch import Tensor, nn
 
+import weaveopt
 from tests.graphs import forms
 from tests.graphs.executing import FORCED, executing
+from tests.graphs.generating import build
 from tests.graphs.preview import FORCED as RULE
 from tests.graphs.preview import previewed
 from tests.graphs.tolerances import LIBRARY, assert_close
@@ -200,3 +202,31 @@ def _left(rank: int) -> int:
 
 def test_what_is_left_takes_any_value() -> None:
     assert run_ranks(_left, 2, timeout_s=300) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "value", "kind"),
+    [("gemma2", "attn_logit_softcapping", 0.5, "attention"), ("gpt_oss", "scaling", 2.0, "attention"),
+     ("gpt_oss", "alpha", 0.3, "mixture")],
+)  # fmt: skip
+def test_floats_of_attention_and_experts(family: str, name: str, value: float, kind: str) -> None:
+    """With symbolic sizes every float that a module reads is an input of the graph: sites are found as without, and a
+    rewrite that took one as a number is not run with another."""
+    torch._dynamo.reset()
+    model = build(family)
+    owners = [module for module in model.modules() if hasattr(module, name)]
+    compiled = torch.compile(model, backend="weave", dynamic=True, options={"force": ["causal_attention", "moe_fused"]})
+    ids = torch.arange(34).view(2, 17) % 90 + 3
+    with torch.no_grad():
+        before = model(ids).logits
+        assert_close(compiled(ids).logits, before, LIBRARY)
+        [graph] = weaveopt.report(compiled).graphs
+        sites = [each for each in graph.decisions if each.site.kind == kind]
+        assert len(sites) == len(owners) > 0 and not any(each.site.rejections for each in sites)
+        for owner in owners:
+            setattr(owner, name, value)
+        after = model(ids).logits
+        assert not torch.allclose(before, after, atol=1e-2)
+        assert_close(compiled(ids).logits, after, LIBRARY)
+    if kind == "mixture":
+        assert all(each.rewritten for each in sites) and weaveopt.report(compiled).num_graphs == 2

@@ -56,6 +56,8 @@ class AttentionForm:
     """[heads]"""
     refused: Rejection | None = None
     """Why no rule may touch it."""
+    numbers: tuple[torch.SymFloat, ...] = ()
+    """Floats of the program that scale or cap the scores, which stand here as the numbers they are in this call."""
 
 
 def library_form(node: fx.Node) -> AttentionForm | None:

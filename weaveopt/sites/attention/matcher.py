@@ -158,7 +158,7 @@ def _found(form: AttentionForm, reading: MaskReading, readers: int, context: Con
         rejections=refused,
     )
     nodes = AttentionNodes(form, key, value, interior, reading, paged if isinstance(paged, PagedNodes) else None)
-    return FoundSite(site, interior, known, nodes, token_value=_rows_of(form.output))
+    return FoundSite(site, interior, known, nodes, form.numbers, _rows_of(form.output))
 
 
 def _facts(

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from weaveopt.graph.pattern import CAST, MUL, is_call, tensor_of
+from weaveopt.graph.pattern import CAST, MUL, Argument, is_call, tensor_of
+from weaveopt.graph.scalars import number_of, symbols_of
 from weaveopt.records.candidate import Rejection
 from weaveopt.sites.attention.forms import COPIES, LAYOUTS, VIEWS, AttentionForm, ndim_of, same_size
 
@@ -39,6 +40,7 @@ def written_form(product: fx.Node) -> AttentionForm | None:
     if weights is None or value is None:
         return None
     passed: set[fx.Node] = {product}
+    numbers: list[Argument] = []
     weights, guarded = _unguarded(weights, passed)
     softmax = _through(weights, CAST | VIEWS | COPIES, passed)
     kept = softmax
@@ -70,10 +72,10 @@ def written_form(product: fx.Node) -> AttentionForm | None:
     else:
         scores = logits
     softcap = 0.0
-    capped = _capped(scores, passed)
+    capped = _capped(scores, passed, numbers)
     if capped is not None:
         scores, softcap = capped
-    scores, scale = _unscaled(_through(scores, CAST, passed), passed)
+    scores, scale = _unscaled(_through(scores, CAST, passed), passed, numbers)
     scores = _through(_through(scores, CAST, passed), VIEWS, passed)
     if not is_call(scores, frozenset({aten.bmm.default})):
         return None
@@ -82,8 +84,8 @@ def written_form(product: fx.Node) -> AttentionForm | None:
     if query is None or transposed is None:
         return None
     begins = ((product, value), (scores, query), (scores, transposed))
-    query, of_query = _unscaled(query, passed)
-    transposed, of_key = _unscaled(transposed, passed)
+    query, of_query = _unscaled(query, passed, numbers)
+    transposed, of_key = _unscaled(transposed, passed, numbers)
     if not is_call(transposed, frozenset({aten.permute.default})) or list(transposed.args[1]) != [0, 1, 3, 2]:  # type: ignore[arg-type]
         return None
     passed.add(transposed)
@@ -115,17 +117,28 @@ def written_form(product: fx.Node) -> AttentionForm | None:
         softcap=softcap,
         sinks=sinks,
         refused=refused,
+        numbers=symbols_of(numbers),
     )
 
 
-def _unscaled(node: fx.Node, passed: set[fx.Node]) -> tuple[fx.Node, float]:
+def _factor_of(node: fx.Node) -> float | None:
+    """The number that a node multiplies its first operand by; None where it does another thing."""
+    factor = number_of(node.args[1]) if is_call(node, MUL | {aten.div.Tensor}) else None
+    if not factor or not isinstance(node.args[0], fx.Node):
+        return None
+    return 1.0 / factor if is_call(node, frozenset({aten.div.Tensor})) else factor
+
+
+def _unscaled(node: fx.Node, passed: set[fx.Node], numbers: list[Argument]) -> tuple[fx.Node, float]:
     """`x * c` or `x / c` -> x, and what it is multiplied by."""
-    factor = node.args[1] if is_call(node, MUL | {aten.div.Tensor}) else None
-    source = node.args[0] if node.args else None
-    if not isinstance(factor, int | float) or not isinstance(source, fx.Node):
+    factor = _factor_of(node)
+    if factor is None:
         return node, 1.0
     passed.add(node)
-    return source, 1.0 / factor if is_call(node, frozenset({aten.div.Tensor})) else float(factor)
+    numbers.append(node.args[1])
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source, factor
 
 
 def _unguarded(weights: fx.Node, passed: set[fx.Node]) -> tuple[fx.Node, fx.Node | None]:
@@ -277,21 +290,20 @@ def _is_from_gemm(node: fx.Node, most: int = 8) -> bool:
     return False
 
 
-def _capped(scores: fx.Node, passed: set[fx.Node]) -> tuple[fx.Node, float] | None:
+def _capped(scores: fx.Node, passed: set[fx.Node], numbers: list[Argument]) -> tuple[fx.Node, float] | None:
     """`tanh(x / c) * c` -> x, c."""
     node = _through(scores, CAST, set())
-    if not is_call(node, MUL) or not isinstance(node.args[1], int | float) or isinstance(node.args[0], int | float):
+    cap = _factor_of(node) if is_call(node, MUL) else None
+    if cap is None:
         return None
-    cap, curve = float(node.args[1]), _through(node.args[0], CAST, set())
+    curve = _through(node.args[0], CAST, set())
     if not is_call(curve, frozenset({aten.tanh.default})):
         return None
     divided = _through(curve.args[0], CAST, set())
-    if not is_call(divided, MUL | {aten.div.Tensor}) or not isinstance(divided.args[1], int | float):
+    factor = _factor_of(divided)
+    if factor is None or abs(factor * cap - 1.0) > 1e-6:
         return None
-    factor = float(divided.args[1])
-    factor = 1.0 / factor if is_call(divided, frozenset({aten.div.Tensor})) else factor
-    if abs(factor * cap - 1.0) > 1e-6:
-        return None
+    numbers += (node.args[1], divided.args[1])
     _through(scores, CAST, passed)
     passed.add(node)
     _through(node.args[0], CAST, passed)

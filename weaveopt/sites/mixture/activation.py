@@ -14,6 +14,7 @@ import torch.fx as fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weaveopt.graph.pattern import CAST, MUL, is_call, tensor_of
+from weaveopt.graph.scalars import number_of, symbol_of
 from weaveopt.graph.values import shape_of
 from weaveopt.ops.experts.activation import Activation, computing
 from weaveopt.records.candidate import Rejection
@@ -40,6 +41,8 @@ class Between:
     """Rows that were gathered by expert, and are added."""
     masks: tuple[fx.Node, ...]
     """Booleans that rows are masked with."""
+    numbers: tuple[fx.Node, ...] = ()
+    """Floats of the program that come as tensors."""
 
 
 def between(first: fx.Node, last: fx.Node) -> Between | Rejection:
@@ -47,13 +50,16 @@ def between(first: fx.Node, last: fx.Node) -> Between | Rejection:
     nodes: set[fx.Node] = set()
     biases: list[fx.Node] = []
     masks: list[fx.Node] = []
+    numbers: list[fx.Node] = []
     pending = [last]
     while pending:
         node = pending.pop()
-        if node is first or node in nodes or node in biases or node in masks:
+        if node is first or node in nodes or node in biases or node in masks or node in numbers:
             continue
         value = tensor_of(node)
-        if value is not None and value.dtype is torch.bool:
+        if symbol_of(node) is not None:
+            numbers.append(node)
+        elif value is not None and value.dtype is torch.bool:
             masks.append(node)
         elif is_call(node, GATHER):
             biases.append(node)
@@ -62,7 +68,7 @@ def between(first: fx.Node, last: fx.Node) -> Between | Rejection:
         else:
             nodes.add(node)
             pending.extend(node.all_input_nodes)
-    return Between(first, last, frozenset(nodes), tuple(biases), tuple(masks))
+    return Between(first, last, frozenset(nodes), tuple(biases), tuple(masks), tuple(numbers))
 
 
 def activation_of(found: Between) -> Activation | Rejection:
@@ -85,6 +91,7 @@ def _signature(found: Between) -> tuple[object, ...]:
     names: dict[fx.Node, str] = {found.first: "first", **{node: f"n{index}" for index, node in enumerate(order)}}
     names.update(dict.fromkeys(found.biases, "bias"))
     names.update(dict.fromkeys(found.masks, "mask"))
+    names.update((node, str(number_of(node))) for node in found.numbers)
     first, last = tensor_of(found.first), tensor_of(found.last)
     sizes = [None if value is None else shape_of(value)[1:] for value in (first, last)]
     lines = [(str(node.target), str(fx.map_arg((node.args, node.kwargs), names.__getitem__))) for node in order]
@@ -120,7 +127,7 @@ def _numbers_of(found: Between, targets: frozenset[object]) -> set[float]:
 
 
 def _numbers(node: fx.Node) -> list[float]:
-    return [float(each) for each in node.args if isinstance(each, int | float) and not isinstance(each, bool)]
+    return [number for number in map(number_of, node.args) if number is not None]
 
 
 def _ops(found: Between) -> str:
@@ -133,6 +140,7 @@ def _run(found: Between, probe: Tensor) -> Tensor:
     known: dict[fx.Node, object] = {found.first: probe}
     known.update(dict.fromkeys(found.biases, zero))
     known.update(dict.fromkeys(found.masks, no))
+    known.update((node, torch.tensor(number_of(node), dtype=torch.float64)) for node in found.numbers)
     for node in sorted(found.nodes):
         args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)  # type: ignore[arg-type]
         if is_call(node, CAST):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.fx as fx
 
 from weaveopt.ops.experts.activation import Activation
@@ -40,5 +41,7 @@ class Experts:
     """[tokens, hidden]"""
     has_remote_experts: bool = False
     """True if choices of experts that this rank does not store are masked."""
+    numbers: tuple[torch.SymFloat, ...] = ()
+    """Floats of the program in the activation, which has them as the numbers they are in this call."""
     nodes: frozenset[fx.Node] = frozenset()
     """Nodes from the operands above up to and including `output`; some may have other consumers too."""

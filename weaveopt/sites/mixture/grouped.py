@@ -6,6 +6,7 @@ import torch
 import torch.fx as fx
 
 from weaveopt.graph.pattern import CAST, is_call
+from weaveopt.graph.scalars import symbols_of
 from weaveopt.graph.values import argument
 from weaveopt.sites.mixture.activation import GATHER
 from weaveopt.sites.mixture.experts import Experts, Linear
@@ -57,6 +58,7 @@ def grouped_experts(first: fx.Node, second: fx.Node) -> Experts:
         down=down,
         activation=activation,
         output=tail.output,
+        numbers=symbols_of(inside.numbers),
     )
     return owning(found, reading)
 

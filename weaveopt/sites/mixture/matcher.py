@@ -93,7 +93,7 @@ def _found(last: fx.Node, experts: Experts | Rejection, context: Context) -> Fou
         facts=() if known is None else known.values(),
         rejections=() if refused is None else (refused,),
     )
-    return FoundSite(site, experts.nodes, known, experts, token_value=experts.output)
+    return FoundSite(site, experts.nodes, known, experts, experts.numbers, experts.output)
 
 
 def _facts(experts: Experts) -> MixtureFacts | Rejection:
