@@ -157,13 +157,13 @@ def test_only_compiled_steps_are_without_transformers_masks() -> None:
     """A mask of the whole cache is neither allocated nor filled, and models that are not compiled have theirs."""
     model = build("llama", num_hidden_layers=1)
     masks: list[object] = []
+    config = compiled()
     own = ContinuousBatchingIOs.get_model_kwargs
 
     def watched(self: ContinuousBatchingIOs, *args: object, **kwargs: object) -> object:
         masks.append(self.attention_mask)
         return own(self, *args, **kwargs)
 
-    config = compiled()
     with mock.patch.object(ContinuousBatchingIOs, "get_model_kwargs", watched), without_code():
         tokens(model, prompts(2), config)
         assert masks and all(each is None for each in masks)

@@ -21,6 +21,7 @@ import torch._dynamo
 from transformers import CompileConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.config import OptionValue
@@ -31,6 +32,7 @@ Tensor = torch.Tensor
 Arguments = MutableMapping[str, Any]
 """Keyword arguments of attention, which `update` edits."""
 BACKEND = ("weaveopt.backend", "weave")
+EAGER = "paged|eager"
 QUERY_INTERVAL, KEY_INTERVAL = 8, 64
 """Granularity of the lengths of steps that no CUDA graph holds."""
 
@@ -110,7 +112,23 @@ def _install() -> None:
     for name in ("_torchdynamo_disable", "_torchdynamo_disable_msg", "_torchdynamo_disable_recursive"):
         update.__dict__.pop(name, None)
     PagedAttentionCache.update = update
+    _install_eager()
     step_inputs.install()
+
+
+def _install_eager() -> None:
+    """transformers 5.23 keeps Dynamo out of the attention of models that the library's operator cannot express."""
+    disabled: Callable[..., object] = ALL_ATTENTION_FUNCTIONS[EAGER]
+    inner: Callable[..., object] | None = getattr(disabled, "_torchdynamo_orig_callable", None)
+    if inner is None:
+        return
+
+    def eager(*args: object, **kwargs: object) -> object:
+        if torch.compiler.is_dynamo_compiling() and traced_for_weave():
+            return inner(*args, **kwargs)
+        return disabled(*args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS[EAGER] = eager
 
 
 @torch._dynamo.assume_constant_result
