@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -18,7 +19,7 @@ from transformers.generation.continuous_batching.cache_allocators import (
     FullAttentionCacheAllocator,
     SlidingAttentionCacheAllocator,
 )
-from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs, ContinuousBatchingIOs
 from transformers.generation.continuous_batching.utils import build_attention_mask
 
 import weaveopt
@@ -151,6 +152,31 @@ def test_rows_follow_the_pages_of_each_request(page_size: int) -> None:
         given = torch.tensor([*starts, *[7] * numbers.randint(1, 3)], dtype=torch.int32)
         rows = rows_of_pages(bounds, given, len(want) + padding, page_size, -1)
         assert rows.dtype is torch.int64 and rows.tolist() == want + [-1] * padding, (lengths, starts)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tokens_are_carried_over_as_transformers_does(seed: int) -> None:
+    """From a step's results to the inputs of the next one, in which requests may be new, gone, or elsewhere."""
+    draw = random.Random(seed)
+    names = [f"req_{at}" for at in range(12)]
+
+    def positions() -> dict[str, int]:
+        chosen = draw.sample(names, draw.randint(0, len(names)))
+        return dict(zip(chosen, draw.sample(range(20), len(chosen)), strict=True))
+
+    def step(page_starts: object) -> SimpleNamespace:
+        return SimpleNamespace(
+            host_io=SimpleNamespace(page_starts=page_starts, req_id_to_new_token_position=positions())
+        )
+
+    compiled()
+    for _ in range(20):
+        pairs = SimpleNamespace(io_pairs=[step(True), step(True)], current_pair=draw.randint(0, 1), max_batch_tokens=20)
+        found = ContinuousBatchingAsyncIOs.infer_carry_over_ids(pairs)
+        for pair in pairs.io_pairs:
+            pair.host_io.page_starts = None
+        expected = ContinuousBatchingAsyncIOs.infer_carry_over_ids(pairs)
+        assert found.dtype == expected.dtype and found.tolist() == expected.tolist()
 
 
 def test_only_compiled_steps_are_without_transformers_masks() -> None:

@@ -15,6 +15,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,7 @@ from torch.fx.experimental import _config as shape_config
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching import input_outputs
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
-from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs, ContinuousBatchingIOs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from weaveopt.integrations.transformers.batching_loop import BatchingConfig
@@ -79,6 +80,26 @@ class StepInputs(Protocol):
     num_pages: int
 
 
+class HostInputs(Protocol):
+    """What the host fills for one step of an asynchronous loop."""
+
+    req_id_to_new_token_position: Mapping[str, int]
+
+
+class StepPair(Protocol):
+    """transformers' HostDeviceIOPair."""
+
+    host_io: HostInputs
+
+
+class StepPairs(Protocol):
+    """transformers' ContinuousBatchingAsyncIOs: the inputs of this step and of the one before, in turn."""
+
+    io_pairs: Sequence[StepPair]
+    current_pair: int
+    max_batch_tokens: int
+
+
 class StepRunner(Protocol):
     """transformers' ModelRunner."""
 
@@ -103,11 +124,33 @@ def _paged(cache: IndexedCache) -> CacheIndices | None:
     return next((each for each in cache.cache_allocators.values() if each.supports_block_table), None)
 
 
+@dataclass(frozen=True)
+class _Reads:
+    """What a step reads, gathered request by request."""
+
+    table: Mapping[str, Sequence[int]]
+    """Pages by request, of the allocator whose rows are made from pages."""
+    page_size: int
+    stride: int
+    others: tuple[tuple[int, CacheIndices], ...]
+    """The other allocators, whose rows are listed one by one, with their positions."""
+    pages: list[int] = field(default_factory=list)
+    """First rows."""
+
+    @classmethod
+    def of(cls, cache: IndexedCache) -> _Reads:
+        paged = _paged(cache)
+        assert paged is not None, "pages are listed where an allocator has them"
+        others = tuple(each for each in enumerate(cache.cache_allocators.values()) if each[1] is not paged)
+        return cls(paged.block_table, paged.tokens_per_page, paged.block_physical_stride, others)
+
+
 @functools.cache
 def install() -> None:
     """Have steps that are compiled with `weave` make these inputs, and transformers make none of them."""
     _install_storage()
     _install_pages()
+    _install_carry_over()
     _install_step()
 
 
@@ -157,15 +200,14 @@ def _install_pages() -> None:
         if self.page_starts is None:
             prepare(self, *args, **kwargs)
             return
-        pages: list[int] = []
-        _building.pages = pages
+        reads = _building.reads = _Reads.of(self.cache)
         try:
             prepare(self, *args, **kwargs)
         finally:
-            _building.pages = None
-        self.num_pages = len(pages)
-        if pages:
-            self.page_starts[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            _building.reads = None
+        self.num_pages = len(reads.pages)
+        if reads.pages:
+            self.page_starts[: self.num_pages] = torch.tensor(reads.pages, dtype=torch.int32)
 
     @functools.wraps(extend)
     def extend_read_and_write_indices(
@@ -176,19 +218,15 @@ def _install_pages() -> None:
         read_index: list[list[int]] | None,
         write_index: list[list[int]],
     ) -> None:
-        pages: list[int] | None = getattr(_building, "pages", None)
-        if pages is None or read_index is None:
+        reads: _Reads | None = getattr(_building, "reads", None)
+        if reads is None or read_index is None:
             extend(self, request_id, past_length, query_length, read_index, write_index)
             return
         extend(self, request_id, past_length, query_length, None, write_index)
-        paged = _paged(self)
-        for allocator, rows in zip(self.cache_allocators.values(), read_index, strict=True):
-            if allocator is paged:
-                count = -(-(past_length + query_length) // allocator.tokens_per_page)
-                stride = allocator.block_physical_stride
-                pages.extend(page * stride for page in allocator.block_table[request_id][:count])
-            else:
-                rows.extend(allocator.get_read_indices(request_id, past_length, query_length))
+        count = -(-(past_length + query_length) // reads.page_size)
+        reads.pages.extend([page * reads.stride for page in reads.table[request_id][:count]])
+        for position, allocator in reads.others:
+            read_index[position] += allocator.get_read_indices(request_id, past_length, query_length)
 
     @functools.wraps(transfer)
     def transfer_inputs(
@@ -202,6 +240,26 @@ def _install_pages() -> None:
     ContinuousBatchingIOs.prepare_batch_tensors = prepare_batch_tensors
     PagedAttentionCache.extend_read_and_write_indices = extend_read_and_write_indices
     ContinuousBatchingIOs._transfer_inputs = transfer_inputs
+
+
+def _install_carry_over() -> None:
+    own: Callable[[StepPairs], Tensor] = ContinuousBatchingAsyncIOs.infer_carry_over_ids
+
+    @functools.wraps(own)
+    def infer_carry_over_ids(self: StepPairs) -> Tensor:
+        """The same with work by requests, not by the tokens of the largest step, which the host spends every step."""
+        inputs, before = (self.io_pairs[at].host_io for at in (self.current_pair, 1 - self.current_pair))
+        if getattr(inputs, "page_starts", None) is None:
+            return own(self)
+        place, places = inputs.req_id_to_new_token_position, before.req_id_to_new_token_position
+        moves = [(place[request], at) for at, request in enumerate(places) if request in place]
+        found = torch.full((self.max_batch_tokens,), -1, dtype=torch.int32)
+        if moves:
+            to, at = torch.tensor(moves, dtype=torch.int32).unbind(1)
+            found[to] = at
+        return found
+
+    ContinuousBatchingAsyncIOs.infer_carry_over_ids = infer_carry_over_ids
 
 
 def _install_step() -> None:
