@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from weaveopt import cost_model
+from tests.graphs import profiles
 from weaveopt.cost_model.machine import Curve, FabricCosts, Machine, Point
 from weaveopt.records.candidate import Candidate, Fabric
 from weaveopt.records.report import GraphReport
 
-H200 = cost_model.load("h200x4")
+H200 = profiles.without("h200x4", "reduce_scatter", "all_gather")
 TOKENS, HIDDEN = 4096, 8192
 MESSAGE_BYTES = TOKENS * HIDDEN * 2
 SIZES = (1 << 20, 1 << 30)
@@ -34,7 +34,7 @@ def alone(us: float, op: str, variant: str) -> Curve:
 
 
 def toy(*curves: Curve) -> Machine:
-    """h200x4 on which the kernels were measured so, and no others that hold a GEMM."""
+    """h200x4 on which the kernels were measured so, and no others that hold a GEMM or serve one."""
 
     def known(costs: FabricCosts) -> FabricCosts:
         if costs.fabric is not Fabric.PEER:

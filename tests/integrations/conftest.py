@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -21,10 +20,3 @@ def own_update() -> Iterator[None]:
     yield
     PagedAttentionCache.update = own
     module._install.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def _little_garbage() -> None:
-    """transformers looks for garbage at the end of each call, twice: not among all that earlier tests have left."""
-    gc.collect()
-    gc.freeze()

@@ -109,7 +109,6 @@ class State:
         os.chdir(self.directory)
         sys.path[:] = self.path
         gc.collect()
-        gc.freeze()  # caches: the next test's garbage is not among them
         changed += [f"thread {each.name}" for each in threading.enumerate() if not _stays(each)]
         changed += ["a signal's handler"] * (tuple(map(signal.getsignal, SIGNALS)) != self.signals)
         if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MOST_MEMORY_KB:
