@@ -81,7 +81,7 @@ class StepInputs(Protocol):
 
 
 class HostInputs(Protocol):
-    """What the host fills for one step of an asynchronous loop."""
+    """Inputs that the host fills for one step of an asynchronous loop."""
 
     req_id_to_new_token_position: Mapping[str, int]
 
@@ -126,7 +126,7 @@ def _paged(cache: IndexedCache) -> CacheIndices | None:
 
 @dataclass(frozen=True)
 class _Reads:
-    """What a step reads, gathered request by request."""
+    """Pages and rows that a step reads, gathered request by request."""
 
     table: Mapping[str, Sequence[int]]
     """Pages by request, of the allocator whose rows are made from pages."""
