@@ -217,7 +217,7 @@ def rows(device: str, place: Place, cases: Sequence[Case], asked: Asked) -> Iter
     for case in cases:
         if case.model not in models:
             models.clear()
-            models = {case.model: make(place, case.model, asked.of(LAYERS))}
+            models[case.model] = make(place, case.model, asked.of(LAYERS))
         model = models[case.model]
         first_s, calls = measure(
             device, place, ways, functools.partial(call, model, case, asked.of(PROMPT[device])), new
@@ -230,7 +230,7 @@ def rows(device: str, place: Place, cases: Sequence[Case], asked: Asked) -> Iter
         times = {"tokens_per_s": named(rates)} | ({"replay_us": named(replays)} if any(replays.values()) else {})
         own_s = Counter[str]()
         for graph in report.graphs:
-            own_s.update({step: float(us) * 1e-6 for step, us in graph.steps_us})
+            own_s.update({step: float(lap_us) * 1e-6 for step, lap_us in graph.steps_us})
         place.say(f"  weave: {len(report.graphs)} graphs; steps of its own {own_s.total():.1f} s, of which "
                   + ", ".join(f"{step} {seconds:.1f}" for step, seconds in own_s.most_common(4)))  # fmt: skip
         rewritten = {each.chosen.choice for graph in report.graphs for each in graph.decisions if each.rewritten}
@@ -240,8 +240,8 @@ def rows(device: str, place: Place, cases: Sequence[Case], asked: Asked) -> Iter
             weave_us=us["weave"],
             baselines={way: us[way] for way in ways if way != "weave"},
             parameters={"prompt": asked.of(PROMPT[device]), "new_tokens": new,
-                        "first_call_s": named(first_s),
-                        "graphs": len(report.graphs), "chosen": " ".join(sorted(rewritten))} | times,
+                        "first_call_s": named(first_s), "graphs": len(report.graphs),
+                        "chosen": " ".join(sorted(rewritten))} | times,
         )  # fmt: skip
 
 

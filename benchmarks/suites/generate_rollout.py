@@ -93,8 +93,8 @@ def call(
 def rows(place: Place, cases: Sequence[Case], asked: Asked) -> Iterator[record.Row]:
     torch._dynamo.reset()
     ways = (*asked.of(WAYS), "weave")
-    page, _, tokens = generate_batch.PAGES["8b"]
     for case in cases:
+        page, _, tokens = generate_batch.PAGES[case.model]
         model = generate_batch.make(place, case.model, asked.of(LAYERS))
         prompts = generate_batch.prompts(model, case.requests, asked.of(PROMPT))
         lengths = lengths_of(case.requests, asked.of(MEDIAN), asked.of(SIGMA))

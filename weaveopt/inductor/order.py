@@ -47,8 +47,7 @@ def keeping(order: Order) -> Iterator[list[str]]:
     with mock.patch.multiple(Scheduler, codegen_extern_call=codegen_extern_call, codegen=codegen):
         try:
             yield written
-        except Exception:
-            # Inductor wraps what is raised inside of a compile in an error of its own.
+        except Exception:  # Inductor wraps what is raised inside of a compile in errors of its own; none is kept here
             if failures:
                 raise failures[0] from None
             raise

@@ -118,9 +118,9 @@ def _install() -> None:
 
 def _install_eager() -> None:
     """transformers 5.23 keeps Dynamo out of the attention of models that the library's operator cannot express."""
-    disabled: Callable[..., object] = ALL_ATTENTION_FUNCTIONS[EAGER]
+    disabled: Callable[..., object] | None = ALL_ATTENTION_FUNCTIONS.get(EAGER)
     inner: Callable[..., object] | None = getattr(disabled, "_torchdynamo_orig_callable", None)
-    if inner is None:
+    if disabled is None or inner is None:
         return
 
     def eager(*args: object, **kwargs: object) -> object:
