@@ -112,7 +112,9 @@ class Needs:
             return "root and ip, for emulated hosts"
         if self.device == CPU:
             return "CPU" if self.worlds == (0,) else "CPU ranks"
-        return "1 GPU" if self.worlds == (1,) else f"{self.ranks} GPUs" if self.worlds == (2,) else "2 or more GPUs"
+        if self.worlds:
+            return f"{' or '.join(map(str, sorted(self.worlds)))} GPU{'' if self.worlds == (1,) else 's'}"
+        return "2 or more GPUs"
 
 
 class Case(Protocol):

@@ -13,7 +13,7 @@ from weaveopt.cost_model.kernels import traffic_us
 from weaveopt.cost_model.machine import AttentionCosts, KernelCurve, Machine, kernel_name
 from weaveopt.cost_model.timed import KernelShape
 from weaveopt.cost_model.uncertainty import estimated, read
-from weaveopt.records.price import PriceSource
+from weaveopt.records.price import STAND_IN, Price, PriceSource
 from weaveopt.records.site import DTYPE_BYTES
 
 ATTENTION_EFFICIENCY: dict[tuple[str, str], float] = {
@@ -29,6 +29,8 @@ ATTENTION_EFFICIENCY: dict[tuple[str, str], float] = {
 CUDA: FlashAttention-class kernels without a mask tensor. CPU: measured on one core, head sizes of 64.
 """
 OTHER_EFFICIENCY = 0.50
+OWN_KERNELS = frozenset({"masked", "paged"})
+"""Kernels of this package, of which no constant of a library's says anything."""
 MASK_FACTOR = 0.65
 """Remaining share of that rate on CUDA if the kernel adds a mask tensor (cuDNN with a bias: 260 of 700 TFLOP/s).
 
@@ -147,6 +149,29 @@ def shape_of(attention: Attention) -> KernelShape:
     return KernelShape(kernel, attention.dtype, attention.q_len, (*fixed, before, attention.batch))
 
 
+def attention_of(shape: KernelShape) -> Attention:
+    """The attention that `shape_of` gives this shape."""
+    _, kernel, form = shape.kernel.split()
+    heads, kv_heads, head_dim, value_dim, window, mask_item_bytes, *others = shape.rest
+    is_decode = form == "decode"
+    batch, queries = (shape.size, 1) if is_decode else (others[1], shape.size)
+    keys = others[0] if is_decode else others[0] + queries
+    return Attention(
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        q_len=queries,
+        kv_len=keys,
+        head_dim=head_dim,
+        dtype=shape.dtype,
+        causal=form == "causal",
+        mask_bytes=batch * queries * keys * mask_item_bytes,
+        window=window,
+        value_dim=value_dim,
+        kernel=kernel,
+    )
+
+
 def sized(attention: Attention, size: int) -> Attention:
     """The attention whose shape has another size."""
     if attention.q_len == 1:
@@ -160,6 +185,13 @@ def _by_profile(machine: Machine, attention: Attention) -> float:
     curve = curve_of(machine, attention)
     if curve is not None:
         return _curve_us(machine, curve, attention)
+    if attention.kernel in OWN_KERNELS and machine.timed.has(shape_of(attention)):
+        # Nothing but its own times says what it takes, as on GPUs without a profile.
+        return Price.read(_by_model(machine, attention), STAND_IN, 1.0, PriceSource.ESTIMATED)
+    return _by_model(machine, attention)
+
+
+def _by_model(machine: Machine, attention: Attention) -> float:
     if machine.attention is not None and attention.dtype in ("bfloat16", "float16"):
         us = _measured_us(machine.attention, attention)
         return read(machine, machine.attention.origin, us, attention)
@@ -170,6 +202,11 @@ def _by_profile(machine: Machine, attention: Attention) -> float:
     arithmetic_us = attention.flops / rate * 1e6
     us = machine.memory.floor_us + max(arithmetic_us, float(traffic_us(machine, attention.num_bytes)))
     return estimated(machine, us, attention)
+
+
+def has_time(machine: Machine, attention: Attention) -> bool:
+    """True if the profile has a curve of this kernel in this form, or if it was timed."""
+    return curve_of(machine, attention) is not None or machine.timed.has(shape_of(attention))
 
 
 def curve_of(machine: Machine, attention: Attention) -> KernelCurve | None:

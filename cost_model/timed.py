@@ -86,6 +86,10 @@ class KernelTimes(Protocol):
         """Microseconds of a kernel; `by_profile` predicts it at any size."""
         ...
 
+    def has(self, shape: KernelShape) -> bool:
+        """True if the kernel was timed, at this size or at others, or is looked at to be."""
+        ...
+
     def __hash__(self) -> int: ...
 
 
@@ -111,6 +115,9 @@ class TimedKernels:
         if found is not None or shape.layout:
             return found
         return self._by_size.get(replace(shape, size=0), {}).get(shape.size)
+
+    def has(self, shape: KernelShape) -> bool:
+        return replace(shape, size=0) in self._by_size
 
     def us(self, shape: KernelShape, by_profile: ByProfile) -> float:
         """Microseconds: as timed, else the profile's, corrected by the sizes of this kernel that were timed."""

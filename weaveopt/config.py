@@ -32,6 +32,8 @@ class Option:
     """Unit of an option that is no whole number."""
     own: bool = False
     """True for a name of a file or folder: every rank has its own file system, so ranks may differ in it."""
+    is_number: bool = False
+    """True for a number whose default, None, depends on the machine."""
 
     @property
     def expected(self) -> str:
@@ -42,7 +44,7 @@ class Option:
             return "a list of names"
         if isinstance(self.default, int):
             return f"a whole number from {int(self.least)} to {int(self.most)}"
-        if isinstance(self.default, float):
+        if isinstance(self.default, float) or self.is_number:
             return f"{self.unit} from {self.least:g} to {self.most:.0f}"
         return "a name or a file"
 
@@ -75,9 +77,11 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "tune_budget_s",
         "WEAVE_TUNE_BUDGET_S",
-        0.0,
-        "longest time in which local kernels of one graph are timed, 5 say; small graphs get less (0: none is timed)",
+        None,
+        "longest time in which local kernels of one graph are timed; small graphs get less (0: none is timed; default: "
+        "5 on GPUs without a profile, else 0)",
         most=LONGEST_S,
+        is_number=True,
     ),
     Option(
         "tune_cache",
@@ -174,7 +178,7 @@ class Config:
     machine: str | None = None
     verify: bool = False
     verify_budget_s: float = 60.0
-    tune_budget_s: float = 0.0
+    tune_budget_s: float | None = None
     tune_cache: str | None = None
     cuda_graphs: bool = False
     max_tokens: int = 8192
@@ -221,7 +225,7 @@ def _parse(option: Option, text: str) -> OptionValue:
         raise ValueError("expected 0 or 1")
     if isinstance(default, tuple):
         return tuple(text.replace(",", " ").split())
-    if isinstance(default, int | float):
+    if isinstance(default, int | float) or option.is_number:
         try:
             return int(text)
         except ValueError:
@@ -243,7 +247,7 @@ def _checked(option: Option, value: object) -> OptionValue:
         words = (value,) if isinstance(value, str) else value
         if isinstance(words, list | tuple) and all(isinstance(word, str) for word in words):
             return tuple(words)
-    elif isinstance(default, int | float):
+    elif isinstance(default, int | float) or (option.is_number and value is not None):
         # Compared before it is converted: an integer of thousands of digits has no float, and NaN is in no range.
         if isinstance(value, int | float) and not isinstance(value, bool) and option.least <= value <= option.most:
             kept = int(value) if isinstance(default, int) else float(value)

@@ -80,12 +80,14 @@ def make(place: Place, name: str, layers: int) -> PreTrainedModel:
     most = SHAPES[name].num_hidden_layers
     kind = type(SHAPES[name])
     config = kind(**{**SHAPES[name].to_diff_dict(), "num_hidden_layers": min(layers or most, most)})
-    distributed, _, mesh = CLASSES[kind].prepare_distribute_model(DistributedConfig(tp_size=place.world))
     torch.manual_seed(0)
     with place.device:
         model = CLASSES[kind]._from_config(
             config, dtype=torch.float32 if place.device.type == "cpu" else torch.bfloat16
         )
+    if place.world == 1:
+        return model.eval()
+    distributed, _, mesh = CLASSES[kind].prepare_distribute_model(DistributedConfig(tp_size=place.world))
     return CLASSES[kind].maybe_distribute_model(model, distributed, mesh).eval()
 
 
@@ -247,7 +249,8 @@ def rows(device: str, place: Place, cases: Sequence[Case], asked: Asked) -> Iter
 
 def suite_of(device: str) -> Suite[Case]:
     return Suite(
-        "generate_batch", "a step of `generate_batch`: continuous batching", Needs(device, 2, worlds=(2,)),
+        "generate_batch", "a step of `generate_batch`: continuous batching",
+        Needs(device, worlds=(2,) if device == CPU else (2, 1)),
         functools.partial(cases, device), functools.partial(rows, device), ours=("weave",),
         baselines=BASELINES[device],
         settings=(MODELS[device], REQUESTS[device], LAYERS, PROMPT[device], NEW_TOKENS, WAYS[device]),

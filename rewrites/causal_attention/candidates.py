@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from weaveopt.cost_model import Attention
-from weaveopt.cost_model.attention import curve_of
+from weaveopt.cost_model.attention import has_time
 from weaveopt.inductor.calls import ATTENTION, MEMORY, AttentionCall, MemoryCall
 from weaveopt.inductor.kernels import KernelContext
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term, Values
@@ -162,8 +162,8 @@ def _against_paged(facts: AttentionFacts, whole: Attention, terms: CausalAttenti
     if facts.head_dim > LARGEST_HEAD:
         values = (("head_dim", facts.head_dim),)
         yield Rejection("head_size", "the kernel supports head sizes of at most 256", values)
-    if not terms.is_forced and curve_of(machine, _of_requests(facts, whole, machine.device)) is None:
-        message = "the profile holds no time of this kernel: force the rule to use it"
+    if not terms.is_forced and not has_time(machine, _of_requests(facts, whole, machine.device)):
+        message = "the profile holds no time of this kernel: run `weaveopt calibrate`, or set the option tune_budget_s"
         yield Rejection("not_measured", message, (("profile", machine.name), ("dtype", facts.dtype)))
 
 

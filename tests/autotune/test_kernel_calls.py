@@ -9,7 +9,7 @@ import torch
 
 from weaveopt.autotune.kernel_calls import Operands, launch_of
 from weaveopt.cost_model import Attention
-from weaveopt.cost_model.attention import shape_of
+from weaveopt.cost_model.attention import attention_of, shape_of
 from weaveopt.cost_model.timed import KernelShape
 
 CPU = torch.device("cpu")
@@ -44,6 +44,19 @@ def test_a_kernel_is_called_at_its_shape(name: str) -> None:
     assert isinstance(made, torch.Tensor) and tuple(made.shape) == result and bool(made.isfinite().all())
     again = launch(1)
     assert isinstance(again, torch.Tensor)
+
+
+def test_the_shape_of_attention_says_all_of_it() -> None:
+    """This package's kernels are called from their shape alone, and on GPUs alone."""
+    paged = replace(ATTENTION, causal=True, kernel="paged", value_dim=16)
+    cases = (
+        paged, replace(paged, window=5), replace(paged, kv_len=40, kernel="masked", mask_bytes=24 * 40),
+        replace(paged, batch=7, q_len=1, causal=False), replace(ATTENTION, value_dim=8, mask_bytes=2 * 24 * 24),
+    )  # fmt: skip
+    for case in cases:
+        assert attention_of(shape_of(case)) == case
+        if case.kernel != "sdpa":
+            assert launch_of(shape_of(case), Operands(CPU, 1 << 16)) is None
 
 
 def test_weights_take_turns_in_cold_memory() -> None:

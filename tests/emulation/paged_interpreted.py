@@ -40,7 +40,7 @@ def main() -> None:
                 operands.rows.write()
             group = operands.group
             block_m = 16 if number % 4 else 32
-            how = PagedLaunch(block_m, block_m // group, 16, splits)
+            how = PagedLaunch(block_m, block_m // group, 16, splits, inner=number % 3 != 1)
             got = launch_paged(operands, scores, how)
             compared += 1
             try:

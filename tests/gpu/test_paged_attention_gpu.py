@@ -70,8 +70,9 @@ def test_long_steps_equal_the_dense_expression(look: str, size: int) -> None:
             operands.rows.write()
         planned = plan_paged(operands, gpu.num_sms(operands.query.device))
         for splits in (planned.num_splits, choice.choice([1, 2, 7])):
-            got = launch_paged(operands, scores, replace(planned, num_splits=splits))
-            assert_close(got, dense(operands, scores), KERNEL, f"{case} {scores} {splits} splits")
+            for inner in (False, True):
+                got = launch_paged(operands, scores, replace(planned, num_splits=splits, inner=inner))
+                assert_close(got, dense(operands, scores), KERNEL, f"{case} {scores} {splits} splits {inner=}")
 
 
 @pytest.mark.parametrize("window", [0, 64])

@@ -98,7 +98,14 @@ def test_launches_depend_on_sizes_alone() -> None:
     whole = make(PagedCase(((1, 512),) * 32, heads=16, key_heads=4, size=16, padding=0), torch.bfloat16, 0)
     assert (plan_paged(whole, 132).num_splits, plan_paged(whole, 132).block_n) == (1, 128)
     prompts = make(PagedCase(((600, 600),) * 2, heads=32, key_heads=8, size=16, padding=0), torch.bfloat16, 0)
-    assert plan_paged(prompts, 132).num_splits == 1 and plan_paged(prompts, 132).block_m == 64
+    how = plan_paged(prompts, 132)
+    assert (how.block_m, how.num_warps, how.inner, how.num_splits) == (128, 8, True, 1)
+    # Wide heads, and few queries of many requests, stay in tiles of half as many rows.
+    wide = make(PagedCase(((600, 600),) * 2, heads=2, key_heads=1, size=256, padding=0), torch.bfloat16, 0)
+    mixed = make(PagedCase((*((1, 200),) * 40, (300, 300)), heads=8, key_heads=2, padding=0), torch.bfloat16, 0)
+    for each in (wide, mixed):
+        assert (plan_paged(each, 132).block_m, plan_paged(each, 132).num_warps) == (64, 4)
+        assert not plan_paged(each, 132).inner
 
 
 def test_says_what_does_not_belong_together() -> None:

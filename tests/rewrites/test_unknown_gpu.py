@@ -6,7 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 
+import weaveopt
+from tests.graphs.batching import compiled, prompts, tokens
+from tests.graphs.generating import build
 from tests.graphs.nonempty import some
 from tests.rewrites.test_causal_attention_prices import Sizes, _price
 from weaveopt import backend
@@ -30,6 +34,9 @@ class Times:
 
     share: float = 1.0
     only: tuple[str, ...] = ("gemm", "bmm", "attention")
+
+    def has(self, shape: KernelShape) -> bool:
+        return shape.kernel.startswith(self.only)
 
     def us(self, shape: KernelShape, by_profile: ByProfile) -> float:
         us = by_profile(shape.size)
@@ -83,3 +90,18 @@ def test_times_of_other_kernels_decide_nothing(times: list[Times]) -> None:
     assert decision.chosen.choice == LEAVE and "no_saving" in codes(decision)
     [estimate, *_] = some([each.estimate for each in decision.alternatives if each.estimate is not None])
     assert estimate.error_us == pytest.approx(estimate.us)
+
+
+@pytest.mark.parametrize("only", [("attention",), ("attention sdpa",)])
+def test_a_paged_cache_is_read_by_request_once_that_was_timed(times: list[Times], only: tuple[str, ...]) -> None:
+    """No profile but those of two GPUs has times of that kernel."""
+    times.append(Times(only=only))
+    model = build("llama", num_hidden_layers=1, head_dim=64).to(torch.bfloat16)
+    torch._dynamo.reset()
+    assert len(tokens(model, prompts(12), compiled({"machine": "h100x8", "strict": True}), new=2)) == 12
+    [graph] = weaveopt.report(model).graphs
+    [decision] = graph.decisions
+    if len(only[0].split()) > 1:
+        assert decision.chosen.variant != "paged" and "not_measured" in codes(decision)
+    else:
+        assert decision.chosen.variant == "paged" and "not_measured" not in codes(decision)

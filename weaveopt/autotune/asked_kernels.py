@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import ceil, inf, log
 
 from weaveopt.cost_model.timed import ByProfile, KernelShape
 from weaveopt.pipeline.price import price
@@ -46,6 +46,9 @@ class _Asked:
     def __init__(self) -> None:
         self.us_of: dict[KernelShape, float] = {}
 
+    def has(self, shape: KernelShape) -> bool:
+        return True
+
     def us(self, shape: KernelShape, by_profile: ByProfile) -> float:
         found = self.us_of[shape] = by_profile(shape.size)
         return found
@@ -53,10 +56,13 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Off:
-    """Table in which one kernel takes longer than the profile says."""
+    """Table in which one kernel takes longer than the profile says, or none does."""
 
-    shape: KernelShape
-    factor: float
+    shape: KernelShape | None = None
+    factor: float = 1.0
+
+    def has(self, shape: KernelShape) -> bool:
+        return True
 
     def us(self, shape: KernelShape, by_profile: ByProfile) -> float:
         us = by_profile(shape.size)
@@ -98,7 +104,7 @@ class AskedPrices:
         Each takes a pricing of all sites; those that are not reached in `longest_s` count as turning nothing.
         """
         ends = time.perf_counter() + longest_s
-        before = [self._problem(counts, self._context) for counts in self._counts]
+        before = [self._problem(counts, self._with(_Off())) for counts in self._counts]
         order = sorted(kernels, key=lambda kernel: -kernel.us)
         return tuple(
             self._weighed(kernel, before, relative_error) if time.perf_counter() < ends else kernel for kernel in order
@@ -121,13 +127,22 @@ class AskedPrices:
         return replace(self._context, machine=replace(self._context.machine, timed=table))
 
 
+WIDEST_STEP = 8.0
+"""Ratio of token counts that are timed one after the other where nothing but times decides: a time says something of
+counts that are less than four times as many, or as few."""
+
+
 def _counts(captured: CapturedGraph, frame: ProblemTemplate, context: Context) -> tuple[Counts, ...]:
-    """Token counts of the sites: those of the captured call, and of symbolic ones two more, between it and the ends."""
+    """Token counts of the sites: those of the captured call, and of symbolic ones two more, between it and the ends. On
+    GPUs without a profile, as many as it takes for every count to have a timed one next to it."""
     symbolic = symbolic_counts(captured, frame.sites)
     if symbolic is None:
         return ({},)
     last = max(symbolic.first, min(context.config.max_tokens, symbolic.end or context.config.max_tokens))
-    ends = (round((symbolic.first * symbolic.hint) ** 0.5), round((symbolic.hint * last) ** 0.5))
+    ends: tuple[int, ...] = (round((symbolic.first * symbolic.hint) ** 0.5), round((symbolic.hint * last) ** 0.5))
+    if context.machine.stands_in:
+        num_steps = ceil(log(last / symbolic.first) / log(WIDEST_STEP)) if last > symbolic.first else 0
+        ends = (last, *(round(symbolic.first * WIDEST_STEP**at) for at in range(num_steps)))
     steps = {max(end // symbolic.step, 1) * symbolic.step for end in ends} - {symbolic.hint}
     return ({}, *(tokens_at(captured, frame.sites, tokens) for tokens in sorted(steps)))
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from weaveopt.cost_model.attention import ATTENTION
+from weaveopt.cost_model import Attention
+from weaveopt.cost_model.attention import ATTENTION, OWN_KERNELS, attention_of
 from weaveopt.cost_model.batched import BATCHED, GROUPED
 from weaveopt.cost_model.gemm import GEMM
 from weaveopt.cost_model.timed import KernelShape
@@ -119,18 +120,19 @@ def _grouped(shape: KernelShape, dtype: torch.dtype, operands: Operands) -> Laun
 
 def _attention(shape: KernelShape, dtype: torch.dtype, operands: Operands) -> Launch | None:
     """Heads side by side, as projections leave them."""
-    _, kernel, form = shape.kernel.split()
-    heads, kv_heads, head_dim, value_dim, window, mask_item_bytes, *others = shape.rest
-    is_decode = form == "decode"
-    batch, queries = (shape.size, 1) if is_decode else (others[1], shape.size)
-    keys = others[0] if is_decode else others[0] + queries
-    if window or (mask_item_bytes and mask_item_bytes not in _MASKS):
+    case = attention_of(shape)
+    batch, queries, keys, heads, kv_heads = case.batch, case.q_len, case.kv_len, case.heads, case.kv_heads
+    head_dim, value_dim = case.head_dim, case.value_dim
+    if case.kernel in OWN_KERNELS:
+        return _own_call(case, operands.device)
+    mask_item_bytes = case.mask_bytes // (batch * queries * keys)
+    if case.window or (mask_item_bytes and mask_item_bytes not in _MASKS):
         return None
-    call = _library_call(kernel, form == "causal", head_dim**-0.5, operands.device)
+    call = _library_call(case.kernel, case.causal, head_dim**-0.5, operands.device)
     if call is None:
         return None
     size = kv_heads * (head_dim + value_dim)
-    copies = operands.turns(batch * keys * size * dtype.itemsize) if is_decode else 1
+    copies = operands.turns(batch * keys * size * dtype.itemsize) if queries == 1 else 1
     query = operands.random(dtype, batch, queries, heads, head_dim).transpose(1, 2)
     every = operands.random(dtype, min(copies, 16), batch * keys * size, weights=True)
     pairs = [_keys_and_values(each, batch, keys, kv_heads, head_dim) for each in every]
@@ -140,6 +142,17 @@ def _attention(shape: KernelShape, dtype: torch.dtype, operands: Operands) -> La
         mask = torch.ones(batch, 1, queries, keys, device=operands.device, dtype=mask_dtype)
         mask = mask.expand(-1, heads, -1, -1)
     return lambda index: call(query, *pairs[index % len(pairs)], mask)
+
+
+def _own_call(case: Attention, device: torch.device) -> Launch | None:
+    """This package's kernels, which run on GPUs with Triton alone."""
+    from weaveopt.measure.cases.attention.masked import masked
+    from weaveopt.measure.cases.attention.paged import paged
+    from weaveopt.ops.attention.gpu import has_triton
+
+    if device.type != "cuda" or not has_triton():
+        return None
+    return paged(case, device) if case.kernel == "paged" else masked(case, device, reads_mask=case.mask_bytes > 0)
 
 
 def _keys_and_values(memory: Tensor, batch: int, keys: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,9 @@ SECONDS_A_NODE = 0.0025
 SECONDS_A_GRAPH = 0.2
 """Share of the budget that every graph brings: to generate its code takes seconds."""
 
+STAND_IN_BUDGET_S = 5.0
+"""Budget where the option says none, on GPUs without a profile: nothing but times decides there."""
+
 _WEIGHING = 0.3
 """Largest share of the budget for finding out which kernels matter."""
 
@@ -84,13 +87,21 @@ def _against(captured: CapturedGraph, context: Context, device: str) -> str | No
     """Why nothing is timed; the same on all ranks. Empty where that is not worth a line."""
     machine = context.machine
     topologies = [context.topologies[name] for name in captured.groups]
-    if context.config.tune_budget_s <= 0.0 or any(known.fake for known in topologies):
+    if _most_s(context) <= 0.0 or any(known.fake for known in topologies):
         return ""
     if machine.device != device or (device == "cuda" and not torch.cuda.is_available()):
         return ""
     if any(machine.oversubscription(known.world, known.num_hosts) > 1.0 for known in topologies):
         return "no kernel was timed: ranks share cores, and single times say nothing there"
     return None
+
+
+def _most_s(context: Context) -> float:
+    """The option `tune_budget_s`, or its default for this machine."""
+    asked_s = context.config.tune_budget_s
+    if asked_s is None:
+        return STAND_IN_BUDGET_S if context.machine.stands_in else 0.0
+    return asked_s
 
 
 class _Tuning:
@@ -147,7 +158,7 @@ class _Tuning:
 
     def _budget_s(self) -> float:
         by_size = max(SECONDS_A_GRAPH, SECONDS_A_NODE * len(self._captured.graph.nodes))
-        return min(self._context.config.tune_budget_s, by_size)
+        return min(_most_s(self._context), by_size)
 
     def _attempt(self, work: Callable[[], None]) -> None:
         """Do a part of the work that peers need not hear of when it fails."""

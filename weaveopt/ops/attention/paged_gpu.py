@@ -35,7 +35,12 @@ Tensor = torch.Tensor
 SPLIT_KEYS = 1024
 """Keys of a split where there is room for more requests than there are, as far as the host knows."""
 FEW_KEYS = 512
-"""Keys of a program up to which small blocks, of which more programs are resident, are faster."""
+"""Keys of a program up to which small blocks, of which more programs are resident, are faster, and one loop over all
+blocks is."""
+MANY_ROWS = 128
+"""Rows of a tile where requests have as many on average: keys are loaded once for all of them."""
+MANY_ROWS_WARPS = 8
+"""Two groups of four warps, each of which multiplies half of such a tile."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,10 @@ class PagedLaunch:
     """Queries of a tile: as many as have all their heads of a group in `block_m` rows."""
     block_n: int
     num_splits: int
+    num_warps: int = MIDDLE.num_warps
+    num_stages: int = MIDDLE.num_stages
+    inner: bool = False
+    """Blocks of keys that every row admits have a loop of their own, without a mask."""
 
 
 def plan_paged(operands: PagedOperands, sms: int) -> PagedLaunch:
@@ -58,7 +67,9 @@ def plan_paged(operands: PagedOperands, sms: int) -> PagedLaunch:
     queries, group, requests = operands.query.shape[2], operands.group, operands.num_requests
     key_heads, num_keys = operands.rows.keys.shape[1], operands.rows.num_keys
     is_decode = queries <= requests
-    block_m = max(LEAST_ROWS if is_decode else FEW_ROWS, power_of_two(group))
+    is_wide = operands.query.shape[3] > 128
+    is_long = not (is_decode or is_wide) and queries * group >= MANY_ROWS * requests
+    block_m = max(LEAST_ROWS if is_decode else MANY_ROWS if is_long else FEW_ROWS, power_of_two(group))
     block_q = block_m // group
     longest = max(min(operands.max_keys, num_keys), 1)
     most_tiles = (queries if is_decode else queries // block_q + requests) * key_heads
@@ -66,17 +77,19 @@ def plan_paged(operands: PagedOperands, sms: int) -> PagedLaunch:
     mean_keys = num_keys // max(min(queries, requests), 1)
 
     def busy(tiles: int) -> int:
-        return -(-int(MIDDLE.filling * sms) // max(tiles, 1))
+        filling = 1 if is_long else MIDDLE.filling
+        return -(-int(filling * sms) // max(tiles, 1))
 
     most = max(longest // (2 * MIDDLE.least_keys), 1)
     splits = max(1, min(max(busy(most_tiles), min(busy(least_tiles), longest // SPLIT_KEYS)), most, MAX_SPLITS))
-    block_n, is_wide = MIDDLE.block_n, operands.query.shape[3] > 128
+    block_n = MIDDLE.block_n
     if is_decode and GOOD_ENOUGH * sms <= least_tiles == most_tiles <= sms and mean_keys < LONG_KEYS:
         # One program an SM has all keys of its request: it alone keeps enough of them in flight.
         splits, block_n = 1, MIDDLE.block_n if is_wide else 2 * MIDDLE.block_n
     elif (is_decode and most_tiles * splits >= MIDDLE.resident * sms and mean_keys // splits <= FEW_KEYS) or is_wide:
         block_n = MIDDLE.block_n // 2
-    return PagedLaunch(block_m, block_q, block_n, splits)
+    num_warps = MANY_ROWS_WARPS if is_long else MIDDLE.num_warps
+    return PagedLaunch(block_m, block_q, block_n, splits, num_warps, inner=is_long and longest > FEW_KEYS)
 
 
 def attend(operands: PagedOperands, scores: Scores) -> Tensor:
@@ -119,7 +132,7 @@ def launch_paged(operands: PagedOperands, scores: Scores, how: PagedLaunch) -> T
         D=size, BLOCK_D=block_d, BLOCK_M=how.block_m, BLOCK_Q=how.block_q, BLOCK_N=how.block_n,
         BLOCK_R=power_of_two(requests + 1), READ=read, WINDOW=operands.window > 0, SINKS=operands.sinks is not None,
         SOFTCAP=scores.softcap > 0, SPLIT=splits > 1, PDL=early, STEP=SPLIT_STEP,
-        num_warps=MIDDLE.num_warps, num_stages=MIDDLE.num_stages,
+        INNER=how.inner and not operands.window, num_warps=how.num_warps, num_stages=how.num_stages,
     )  # fmt: skip
     if splits > 1:
         columns = min(columns_to_combine(splits), block_d)

@@ -29,6 +29,49 @@ def rows_of(stored, new, columns, index, new_rows, is_new, inside, stride_row, s
     return kept
 
 
+@triton.jit
+def next_block(
+    q_rows, m, total, acc, index, stored_k, stored_v, new_k, new_v, read_index, begin_k, ids, end, first_new, last,
+    sizes, sentinel, window, stride_row, stride_kn, stride_vn, unit, cap_rate,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, READ: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """One block of a request's keys, `ids`, whose rows are at `index`: maximum, sum and product so far, the next index.
+
+    Without MASKED every row admits all of them."""
+    inside = ids < end
+    # A block ahead: the rows' addresses are known when their turn comes.
+    ahead = ids + BLOCK_N
+    index_next = index_of(read_index, begin_k + ahead, ahead < end, READ)
+    is_new = inside & (index == sentinel)
+    new_rows = (first_new + ids).to(tl.int64)
+    k = rows_of(
+        stored_k, new_k, sizes[:, None], index[None, :], new_rows[None, :], is_new[None, :], inside[None, :],
+        stride_row, stride_kn, (sizes < D)[:, None], READ,
+    )  # fmt: skip
+    scores = tl.dot(q_rows, k)
+    if SOFTCAP:
+        # tanh(x) = 1 - 2 / (e^2x + 1), without overflow at either end.
+        scores = 1.0 - 2.0 / (tl.exp2(scores * cap_rate) + 1.0)
+    if MASKED:
+        admitted = inside[None, :] & (ids[None, :] <= last[:, None])
+        if WINDOW:
+            admitted = admitted & (ids[None, :] > last[:, None] - window)
+        scores = tl.where(admitted, scores, float("-inf"))
+    m_next = tl.maximum(m, tl.max(scores, 1) * unit)
+    # A row that nothing was admitted to yet: 2^(-inf - -inf) would be NaN.
+    m_used = tl.where(m_next == float("-inf"), 0.0, m_next) if MASKED else m_next
+    probabilities = tl.exp2(scores * unit - m_used[:, None])
+    decay = tl.exp2(m - m_used)
+    total = total * decay + tl.sum(probabilities, 1)
+    v = rows_of(
+        stored_v, new_v, sizes[None, :], index[:, None], new_rows[:, None], is_new[:, None], inside[:, None],
+        stride_row, stride_vn, (sizes < D)[None, :], READ,
+    )  # fmt: skip
+    acc = tl.dot(probabilities.to(v.dtype), v, acc * decay[:, None])
+    return m_next, total, acc, index_next
+
+
 @triton.jit(do_not_specialize=["num_queries", "num_requests", "num_splits", "window", "sentinel"])
 def paged_attention(
     q, stored_k, stored_v, new_k, new_v, read_index, bounds_q, bounds_k, sinks, out, partial_acc, partial_ml,
@@ -36,7 +79,7 @@ def paged_attention(
     num_queries, num_requests, group, sentinel, window, unit, cap_rate, num_splits,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, READ: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
-    SPLIT: tl.constexpr, PDL: tl.constexpr, STEP: tl.constexpr,
+    SPLIT: tl.constexpr, PDL: tl.constexpr, STEP: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_Q queries of one request, of all heads that read one key head, over one split of their keys.
 
@@ -90,41 +133,25 @@ def paged_attention(
         total = tl.where(m > float("-inf"), 1.0, 0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     key_ids = tl.arange(0, BLOCK_N)
-    index_next = index_of(read_index, begin_k + begin + key_ids, begin + key_ids < end, READ)
-    for start in range(begin, end, BLOCK_N):
-        ids_here = start + key_ids
-        inside = ids_here < end
-        index = index_next
-        # A block ahead: the rows' addresses are known when their turn comes.
-        ahead = ids_here + BLOCK_N
-        index_next = index_of(read_index, begin_k + ahead, ahead < end, READ)
-        is_new = inside & (index == sentinel)
-        # The last keys of a request are its queries' own.
-        new_rows = (begin_q + ids_here - (count_k - count_q)).to(tl.int64)
-        k = rows_of(
-            stored_k, new_k, sizes[:, None], index[None, :], new_rows[None, :], is_new[None, :], inside[None, :],
-            stride_row, stride_kn, (sizes < D)[:, None], READ,
+    index = index_of(read_index, begin_k + begin + key_ids, begin + key_ids < end, READ)
+    # The last keys of a request are its queries' own.
+    first_new = begin_q - (count_k - count_q)
+    whole = begin
+    if INNER:
+        # Keys up to the tile's first query are admitted by all of its rows.
+        whole += tl.maximum(tl.minimum(count_k - count_q + first_query + 1, end) - begin, 0) // BLOCK_N * BLOCK_N
+        for start in range(begin, whole, BLOCK_N):
+            m, total, acc, index = next_block(
+                q_rows, m, total, acc, index, stored_k, stored_v, new_k, new_v, read_index, begin_k, start + key_ids,
+                end, first_new, last, sizes, sentinel, window, stride_row, stride_kn, stride_vn, unit, cap_rate,
+                D, BLOCK_N, READ, False, WINDOW, SOFTCAP,
+            )  # fmt: skip
+    for start in range(whole, end, BLOCK_N):
+        m, total, acc, index = next_block(
+            q_rows, m, total, acc, index, stored_k, stored_v, new_k, new_v, read_index, begin_k, start + key_ids, end,
+            first_new, last, sizes, sentinel, window, stride_row, stride_kn, stride_vn, unit, cap_rate,
+            D, BLOCK_N, READ, True, WINDOW, SOFTCAP,
         )  # fmt: skip
-        scores = tl.dot(q_rows, k)
-        if SOFTCAP:
-            # tanh(x) = 1 - 2 / (e^2x + 1), without overflow at either end.
-            scores = 1.0 - 2.0 / (tl.exp2(scores * cap_rate) + 1.0)
-        admitted = inside[None, :] & (ids_here[None, :] <= last[:, None])
-        if WINDOW:
-            admitted = admitted & (ids_here[None, :] > last[:, None] - window)
-        scores = tl.where(admitted, scores, float("-inf"))
-        m_next = tl.maximum(m, tl.max(scores, 1) * unit)
-        # A row that nothing was admitted to yet: 2^(-inf - -inf) would be NaN.
-        m_used = tl.where(m_next == float("-inf"), 0.0, m_next)
-        probabilities = tl.exp2(scores * unit - m_used[:, None])
-        decay = tl.exp2(m - m_used)
-        total = total * decay + tl.sum(probabilities, 1)
-        v = rows_of(
-            stored_v, new_v, sizes[None, :], index[:, None], new_rows[:, None], is_new[:, None], inside[:, None],
-            stride_row, stride_vn, (sizes < D)[None, :], READ,
-        )  # fmt: skip
-        acc = tl.dot(probabilities.to(v.dtype), v, acc * decay[:, None])
-        m = m_next
 
     kept = there[:, None] & (sizes < D)[None, :]
     if SPLIT:

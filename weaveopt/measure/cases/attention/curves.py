@@ -14,7 +14,6 @@ from weaveopt.measure import fit
 from weaveopt.measure.clock import Clock, Sample
 
 HEAD = 128
-DTYPE = torch.bfloat16
 PREFILL = tuple(
     Attention(1, heads, kv_heads, n, n, HEAD, "bfloat16")
     for heads, kv_heads in ((32, 4), (8, 1))
@@ -67,9 +66,14 @@ def turns(case: Attention) -> int:
 def operands(case: Attention, device: torch.device, repeated: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query, keys and values as projections leave them, heads side by side. `repeated`: for every query head."""
     kv_heads = case.heads if repeated else case.kv_heads
+    dtype, values = getattr(torch, case.dtype), case.value_dim or case.head_dim
     made = (
-        torch.randn(case.batch, length, heads, case.head_dim, device=device, dtype=DTYPE).transpose(1, 2)
-        for length, heads in ((case.q_len, case.heads), (case.kv_len, kv_heads), (case.kv_len, kv_heads))
+        torch.randn(case.batch, length, heads, size, device=device, dtype=dtype).transpose(1, 2)
+        for length, heads, size in (
+            (case.q_len, case.heads, case.head_dim),
+            (case.kv_len, kv_heads, case.head_dim),
+            (case.kv_len, kv_heads, values),
+        )
     )
     query, key, value = made
     return query, key, value

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from weaveopt.cost_model import Attention
 from weaveopt.cost_model.machine import AttentionCosts
-from weaveopt.measure.cases.attention.curves import DECODE, DTYPE, PREFILL, Call, TimedKernel, operands, timed, turns
+from weaveopt.measure.cases.attention.curves import DECODE, PREFILL, Call, TimedKernel, operands, timed, turns
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.clock import Clock, Sample, slowest
 from weaveopt.measure.draft import Draft
@@ -61,7 +61,7 @@ def attention(clock: Clock, device: torch.device, case: AttentionCase, expected_
 def as_compiled(case: Attention, device: torch.device) -> Call:
     """`scaled_dot_product_attention` with a mask in memory, on keys and values that stand there for every head."""
     sets = [operands(case, device, repeated=True) for _ in range(turns(case))]
-    mask = torch.zeros(case.batch, 1, case.q_len, case.kv_len, device=device, dtype=DTYPE)
+    mask = torch.zeros(case.batch, 1, case.q_len, case.kv_len, device=device, dtype=getattr(torch, case.dtype))
 
     def run(index: int) -> object:
         query, key, value = sets[index % len(sets)]

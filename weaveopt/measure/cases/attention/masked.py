@@ -34,17 +34,20 @@ def library_call(
     return torch.ops.weave.library_attention(query, key, value, scale, causal, 0, kernel)
 
 
-def masked(case: Attention, device: torch.device) -> Call:
-    """Build a call with a boolean mask and its key ranges, which layers share."""
+def masked(case: Attention, device: torch.device, reads_mask: bool = True) -> Call:
+    """Build a call, with a boolean mask and its key ranges, which layers share, or without."""
     sets = [operands(case, device, repeated=False) for _ in range(turns(case))]
-    admitted = torch.ones(case.batch, 1, case.q_len, case.kv_len, device=device, dtype=torch.bool)
-    if case.causal:
-        admitted = admitted.tril(case.kv_len - case.q_len)
-    ranges = torch.ops.weave.key_ranges(admitted, RANGE_ROWS)
+    admitted = ranges = None
+    if reads_mask:
+        admitted = torch.ones(case.batch, 1, case.q_len, case.kv_len, device=device, dtype=torch.bool)
+        if case.causal:
+            admitted = admitted.tril(case.kv_len - case.q_len)
+        ranges = torch.ops.weave.key_ranges(admitted, RANGE_ROWS)
+    hides = case.causal and not reads_mask
 
     def run(index: int) -> object:
         query, key, value = sets[index % len(sets)]
-        return torch.ops.weave.masked_attention(query, key, value, admitted, ranges, None, SCALE, 0.0, False)
+        return torch.ops.weave.masked_attention(query, key, value, admitted, ranges, None, SCALE, 0.0, hides)
 
     return run
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from weaveopt.cost_model import Attention
-from weaveopt.measure.cases.attention.curves import DECODE, DTYPE, PREFILL, Call, TimedKernel, timed, turns
+from weaveopt.measure.cases.attention.curves import DECODE, PREFILL, Call, TimedKernel, timed, turns
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.session import CalibrationSession
@@ -30,7 +30,7 @@ def paged_operands(case: Attention, device: torch.device) -> PagedOperands:
     index = order[:, at // PAGE] * 2 * PAGE + at % PAGE
 
     def rows(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=device, dtype=DTYPE, generator=numbers)
+        return torch.randn(shape, device=device, dtype=getattr(torch, case.dtype), generator=numbers)
 
     new = case.batch * case.q_len
     bounds = torch.arange(case.batch + 1, device=device, dtype=torch.int32)
@@ -38,7 +38,7 @@ def paged_operands(case: Attention, device: torch.device) -> PagedOperands:
     cache = rows(case.batch * pages * PAGE, 2, case.kv_heads, case.head_dim)
     query = rows(new, case.heads, case.head_dim).transpose(0, 1)[None]
     kept = PagedRows(cache, keys, values, index.flatten(), index[:, -case.q_len :].flatten(), 0, PAGE, -1)
-    return PagedOperands(query, kept, bounds * case.q_len, bounds * case.kv_len, None, case.kv_len, 0)
+    return PagedOperands(query, kept, bounds * case.q_len, bounds * case.kv_len, None, case.kv_len, case.window)
 
 
 def paged(case: Attention, device: torch.device) -> Call:
