@@ -78,8 +78,7 @@ OPTIONS: tuple[Option, ...] = (
         "tune_budget_s",
         "WEAVE_TUNE_BUDGET_S",
         None,
-        "longest time in which local kernels of one graph are timed; small graphs get less (0: none is timed; default: "
-        "5 on GPUs without a profile, else 0)",
+        "longest time in which local kernels of one graph are timed; small graphs get less (0: none is timed)",
         most=LONGEST_S,
         is_number=True,
     ),

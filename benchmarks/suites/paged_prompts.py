@@ -1,9 +1,9 @@
 """`weave::paged_attention` on one GPU: prompts whose keys are rows of a paged cache, against gathered keys.
 
-bf16, heads of 128, pages of 256 rows in a random order; `queries` are the last of a request's `keys`. `gather_sdpa` is what
-transformers does: all rows gathered, heads repeated, one attention of all queries over the keys of all requests with a
-mask. `unpaged_us` is torch's fastest causal attention over keys that lie in order, for whole prompts: it
-cannot read a paged cache.
+bf16, heads of 128, pages of 256 rows in a random order; `queries` are the last of a request's `keys`. `gather_sdpa` is
+what transformers does: all rows gathered, heads repeated, one attention of all queries over the keys of all requests
+with a mask. `unpaged_us` is torch's fastest causal attention over keys in order, for whole prompts: it cannot read a
+paged cache.
 """
 
 from __future__ import annotations

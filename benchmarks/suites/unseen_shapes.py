@@ -128,4 +128,4 @@ def suite_of(device: str, needs: Needs) -> Suite[Case]:
     )  # fmt: skip
 
 
-SUITES = (suite_of(GPU, Needs(GPU, 2, worlds=(2,))), suite_of(CPU, Needs(CPU, 2, worlds=(2,))))
+SUITES = (suite_of(GPU, Needs(GPU, worlds=(2, 1))), suite_of(CPU, Needs(CPU, 2, worlds=(2,))))

@@ -13,6 +13,7 @@ import pytest
 from tests.graphs.nonempty import some
 from tests.house.test_rooms import LAYERS
 from weaveopt import cost_model
+from weaveopt.autotune.tune import BUDGET_S
 from weaveopt.config import BUILD_VARIABLES, OPTIONS, Option
 from weaveopt.records.candidate import Fabric
 from weaveopt.reporting.document import SCHEMA
@@ -45,7 +46,9 @@ def test_every_option_is_documented(option: Option) -> None:
     _, variable, default, meaning = row_of(DOCS / "options.md", f"| `{option.name}` |")
     assert (variable, meaning) == (f"`{option.env}`", option.help)
     number = f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
-    assert default == ("none" if option.default in ((), None) else number)
+    if option.is_number:
+        number = ", ".join(f"{most_s:g} on {device}" for device, most_s in BUDGET_S.items())
+    assert default == ("none" if option.default in ((), None) and not option.is_number else number)
     assert f"`{option.name}`" in README.read_text()
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,14 +15,16 @@ from tests.graphs.generating import build
 from tests.graphs.nonempty import some
 from tests.rewrites.test_causal_attention_prices import Sizes, _price
 from weaveopt import backend
+from weaveopt.autotune.asked_kernels import AskedKernel, AskedPrices
 from weaveopt.autotune.tune import Tuned
 from weaveopt.cost_model.timed import ByProfile, KernelShape
 from weaveopt.pipeline.context import GraphContext
+from weaveopt.pipeline.problem import ProblemTemplate
 from weaveopt.records.candidate import LEAVE, Rejection
 from weaveopt.records.price import Price, PriceSource
 from weaveopt.records.report import Decision
 from weaveopt.rewrites.causal_attention.candidates import RULE
-from weaveopt.rule import CapturedGraph
+from weaveopt.rule import CapturedGraph, Context, FoundSite, RuleSet
 
 SIZES = Sizes(8, 8, 1, 1, 4096, 128, 128)
 """A decode step that the rule rewrites wherever there is a profile."""
@@ -90,6 +93,35 @@ def test_times_of_other_kernels_decide_nothing(times: list[Times]) -> None:
     assert decision.chosen.choice == LEAVE and "no_saving" in codes(decision)
     [estimate, *_] = some([each.estimate for each in decision.alternatives if each.estimate is not None])
     assert estimate.error_us == pytest.approx(estimate.us)
+
+
+def asked_in_batched_steps(machine: str) -> list[AskedKernel]:
+    """Kernels of a batched step of one layer, in the order in which they would be timed."""
+    found: list[AskedKernel] = []
+
+    def asked(
+        captured: CapturedGraph, sites: Sequence[FoundSite], rules: RuleSet, context: Context, *_: object
+    ) -> Tuned:
+        prices = AskedPrices(captured, ProblemTemplate(captured, sites, rules, context), context)
+        weighed = prices.weighed(prices.kernels(), context.machine.relative_error)
+        found.extend(sorted(weighed, key=lambda each: each.worth, reverse=True))
+        return Tuned()
+
+    torch._dynamo.reset()
+    model = build("llama", num_hidden_layers=1, head_dim=64).to(torch.bfloat16)
+    with mock.patch.object(backend, "tune", asked):
+        tokens(model, prompts(12), compiled({"machine": machine, "strict": True}), new=2)
+    return found
+
+
+def test_kernels_that_decide_are_timed_before_others(times: list[Times]) -> None:
+    """Without a time a kernel of which nothing is known is never chosen, however short it is."""
+    found = asked_in_batched_steps("h100x8")
+    decisive = [each for each in found if each.loss_us > 0.0]
+    assert [each.shape.kernel.split()[1] for each in decisive] == ["paged", "masked", "sdpa"]
+    assert decisive == found[:3] and decisive == sorted(decisive, key=lambda each: each.us)
+    assert {each.shape.kernel.split()[0] for each in found[3:]} == {"gemm", "attention"}
+    assert not any(each.is_known for each in found)
 
 
 @pytest.mark.parametrize("only", [("attention",), ("attention sdpa",)])

@@ -21,6 +21,8 @@ from weaveopt.records.site import TokenCounts
 from weaveopt.rule import CapturedGraph, Context
 
 Counts = Mapping[int, TokenCounts]
+ANY_TIME = 1e3
+"""Relative error of a price that says nothing."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,17 @@ class AskedKernel:
     """Kinds of sites, by the position of the first, whose choice such an error turns."""
 
     @property
-    def worth(self) -> tuple[bool, float, float]:
-        """Key of the order of timing: kernels that turn a choice, by what that loses, and then the longest."""
-        return (self.loss_us > 0.0, self.loss_us, self.us)
+    def is_known(self) -> bool:
+        """False if nothing is known of its price: the kernel may take any time."""
+        return error_us_of(self.us) < self.us
+
+    @property
+    def worth(self) -> tuple[bool, bool, float, float]:
+        """Key of the order of timing: kernels that turn a choice, those of which nothing is known first, the shortest of
+        them, as no choice is made without their times; others by what a wrong choice loses. Then the longest."""
+        turns = self.loss_us > 0.0
+        unknown = turns and not self.is_known
+        return (turns, unknown, -self.us if unknown else self.loss_us, self.us)
 
 
 class _Asked:
@@ -112,6 +122,8 @@ class AskedPrices:
 
     def _weighed(self, kernel: AskedKernel, before: Sequence[Problem], relative_error: float) -> AskedKernel:
         error = max(relative_error, error_us_of(kernel.us) / kernel.us if kernel.us > 0.0 else 0.0)
+        if not kernel.is_known:
+            error = ANY_TIME
         context = self._with(_Off(replace(kernel.shape, layout=""), 1.0 + error))
         loss_us, turns = 0.0, dict[int, None]()
         for counts, problem in zip(self._counts, before, strict=True):

@@ -36,8 +36,11 @@ SECONDS_A_NODE = 0.0025
 SECONDS_A_GRAPH = 0.2
 """Share of the budget that every graph brings: to generate its code takes seconds."""
 
-STAND_IN_BUDGET_S = 5.0
-"""Budget where the option says none, on GPUs without a profile: nothing but times decides there."""
+BUDGET_S = {"cuda": 5.0, "cpu": 0.0}
+"""Budget where the option says none. CPU ranks share cores with whatever else runs on the host."""
+
+SECONDS_A_STAND_IN = 2.0
+"""Least budget of a graph on GPUs without a profile, where nothing but times decides."""
 
 _WEIGHING = 0.3
 """Largest share of the budget for finding out which kernels matter."""
@@ -99,9 +102,7 @@ def _against(captured: CapturedGraph, context: Context, device: str) -> str | No
 def _most_s(context: Context) -> float:
     """The option `tune_budget_s`, or its default for this machine."""
     asked_s = context.config.tune_budget_s
-    if asked_s is None:
-        return STAND_IN_BUDGET_S if context.machine.stands_in else 0.0
-    return asked_s
+    return BUDGET_S[context.machine.device] if asked_s is None else asked_s
 
 
 class _Tuning:
@@ -157,7 +158,8 @@ class _Tuning:
         self._timings = time_kernels(order, self._device, rest_s, _weight_bytes(self._captured))
 
     def _budget_s(self) -> float:
-        by_size = max(SECONDS_A_GRAPH, SECONDS_A_NODE * len(self._captured.graph.nodes))
+        least_s = SECONDS_A_STAND_IN if self._context.machine.stands_in else SECONDS_A_GRAPH
+        by_size = max(least_s, SECONDS_A_NODE * len(self._captured.graph.nodes))
         return min(_most_s(self._context), by_size)
 
     def _attempt(self, work: Callable[[], None]) -> None:
