@@ -25,12 +25,14 @@ from tests.ranks import run_ranks
 from weaveopt import backend, cost_model
 from weaveopt.autotune import kernel_exchange, kernel_timing, tune
 from weaveopt.autotune.asked_kernels import AskedKernel, AskedPrices
+from weaveopt.autotune.kernel_calls import Operands
 from weaveopt.autotune.kernel_timing import KernelTimings, TuningCpuClock, time_kernels
 from weaveopt.config import Config
 from weaveopt.cost_model import Gemm, gemm_us
 from weaveopt.cost_model.gemm import was_measured
 from weaveopt.cost_model.timed import KernelShape, KernelTime
 from weaveopt.fabrics import topology
+from weaveopt.measure.clock import Launch
 from weaveopt.preview import preview
 from weaveopt.records.candidate import LEAVE, Estimate, Term
 from weaveopt.records.report import GraphReport, Report
@@ -281,6 +283,28 @@ def test_kernels_are_timed_within_a_budget() -> None:
     long = replace(kernels[0], us=1e9)
     some_left = time_kernels([long, *kernels[1:]], CPU, 10.0, 1 << 20)
     assert some_left.left == (long.shape,) and len(some_left.times) == 2
+
+
+def test_compiling_a_kernel_leaves_the_library_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the time of the site as it is, nothing is chosen on a GPU without a profile; and one kernel that fails
+    costs its own time alone."""
+    real = kernel_timing.launch_of
+
+    def launch_of(shape: KernelShape, operands: Operands) -> Launch | None:
+        if shape.size == 16:
+            time.sleep(0.3)
+        if shape.size == 64:
+            raise NotImplementedError("no such kernel")
+        return real(shape, operands)
+
+    monkeypatch.setattr(kernel_timing, "launch_of", launch_of)
+    monkeypatch.setattr(kernel_timing, "LOADING_S", 0.2)
+    kernels = asked(gemm(64), gemm(16), gemm(32))
+    for is_own, num_timed in ((True, 2), (False, 1)):
+        monkeypatch.setattr(kernel_timing, "is_own", lambda shape, is_own=is_own: is_own and shape.size == 16)
+        found = time_kernels(kernels, CPU, 10.0, 1 << 20)
+        assert len(found.times) == num_timed and [each.size for each in found.left] == [32] * (2 - num_timed)
+        assert [each.size for each in found.failed] == [64]
 
 
 def test_the_clock_of_gpus_is_made_outside_of_a_compile(monkeypatch: pytest.MonkeyPatch) -> None:

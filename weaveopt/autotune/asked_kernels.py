@@ -43,8 +43,8 @@ class AskedKernel:
 
     @property
     def worth(self) -> tuple[bool, bool, float, float]:
-        """Key of the order of timing: kernels that turn a choice, those of which nothing is known first, the shortest of
-        them, as no choice is made without their times; others by what a wrong choice loses. Then the longest."""
+        """Key of the order of timing. First those that turn a choice: of what nothing is known the shortest, as nothing
+        is chosen without their times; then by what a wrong choice loses. Then the longest."""
         turns = self.loss_us > 0.0
         unknown = turns and not self.is_known
         return (turns, unknown, -self.us if unknown else self.loss_us, self.us)

@@ -74,6 +74,12 @@ class Operands:
         return made if stored == "r" else made.transpose(-1, -2)
 
 
+def is_own(shape: KernelShape) -> bool:
+    """True if the kernel is this package's own, which Triton compiles at its first call."""
+    words = shape.kernel.split()
+    return words[0] == ATTENTION and words[1] in OWN_KERNELS
+
+
 def launch_of(shape: KernelShape, operands: Operands) -> Launch | None:
     """A call of the kernel; None where this process does not know how to call it alone."""
     dtype = getattr(torch, shape.dtype, None)

@@ -12,7 +12,7 @@ import torch
 
 from weaveopt.autotune.asked_kernels import AskedKernel
 from weaveopt.autotune.candidate_run import running
-from weaveopt.autotune.kernel_calls import CPU_COLD_BYTES, GPU_COLD_BYTES, Operands, launch_of
+from weaveopt.autotune.kernel_calls import CPU_COLD_BYTES, GPU_COLD_BYTES, Operands, is_own, launch_of
 from weaveopt.cost_model.timed import KernelShape, KernelTime
 from weaveopt.measure.clock import HOT_US, CpuClock, CudaClock, Launch, Sample
 
@@ -33,7 +33,8 @@ def time_kernels(
 ) -> KernelTimings:
     """Time kernels in this order; one that would exceed the budget is left, and shorter ones after it are not.
 
-    Set-up and first calls do not count: they load libraries, as the model's own would. `LOADING_S` bounds them.
+    Set-up and first calls do not count: they load libraries and compile this package's kernels, as the model's own
+    would. `LOADING_S` and `COMPILING_S` bound them.
     `weight_bytes`: those of the graph, which bound what its caches are cold for.
     """
     most = CPU_COLD_BYTES if device.type == "cpu" else GPU_COLD_BYTES
@@ -42,10 +43,12 @@ def time_kernels(
     with running():
         # The GPU's clock captures graphs of its own: of real tensors, though a compile traces fake ones.
         clock = _gpu_clock() if device.type == "cuda" else TuningCpuClock(began + budget_s)
-        loading_s = time.perf_counter() - began
+        first_calls_s = {False: time.perf_counter() - began, True: 0.0}
         for kernel in kernels:
-            counted_s = time.perf_counter() - began - loading_s
-            if counted_s + _takes_s(kernel, clock) > budget_s or loading_s > LOADING_S:
+            is_compiled = is_own(kernel.shape)
+            counted_s = time.perf_counter() - began - sum(first_calls_s.values())
+            most_s = COMPILING_S if is_compiled else LOADING_S
+            if counted_s + _takes_s(kernel, clock) > budget_s or first_calls_s[is_compiled] > most_s:
                 left.append(kernel.shape)
                 continue
             first = time.perf_counter()
@@ -57,9 +60,9 @@ def time_kernels(
                 launch(0)
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
-                loading_s += time.perf_counter() - first
+                first_calls_s[is_compiled] += time.perf_counter() - first
                 sample = clock.alone(launch, kernel.us)
-            except RuntimeError:  # no memory, or no such kernel here: the profile's price stands
+            except Exception:  # no memory, no such kernel here, or not compiled: the profile's price stands
                 failed.append(kernel.shape)
                 continue
             times.append(KernelTime(kernel.shape, round(sample.us, 3), round(sample.spread, 4)))
@@ -67,7 +70,9 @@ def time_kernels(
 
 
 LOADING_S = 2.0
-"""Longest time of set-up and first calls of a graph's kernels, in seconds. A process loads a library once."""
+"""Longest time of set-up and first calls of a graph's library kernels, in seconds. A process loads a library once."""
+COMPILING_S = 8.0
+"""The same of this package's kernels, which Triton compiles once for a host and keeps."""
 
 
 class TuningCpuClock(CpuClock):
@@ -84,6 +89,10 @@ class TuningCpuClock(CpuClock):
 
     def _continues(self, passes: Sequence[Sample]) -> bool:
         return super()._continues(passes) and (not passes or time.perf_counter() < self._ends)
+
+
+FEWEST_CALLS_ALONE = 10
+"""Calls of a kernel that is longer than any chain of calls: two a replay, of which the first and four more count."""
 
 
 class TuningGpuClock(CudaClock):
@@ -110,7 +119,8 @@ class TuningGpuClock(CudaClock):
 
     def takes_alone_s(self, expected_us: float) -> float:
         """About how many seconds `alone` takes, its captures included."""
-        return (self._warm_ms(expected_us) + 2 * self.COUNTED_MS) * 1e-3
+        fewest_calls_ms = FEWEST_CALLS_ALONE * expected_us * 1e-3
+        return (self._warm_ms(expected_us) + max(2 * self.COUNTED_MS, fewest_calls_ms)) * 1e-3
 
 
 @functools.cache
