@@ -13,10 +13,13 @@ import weaveopt
 from tests.graphs.batching import compiled, prompts, tokens
 from tests.graphs.generating import build
 from tests.graphs.nonempty import some
+from tests.graphs.preview import fake_group
 from tests.rewrites.test_causal_attention_prices import Sizes, _price
-from weaveopt import backend
+from weaveopt import backend, cost_model
+from weaveopt.autotune import tune
 from weaveopt.autotune.asked_kernels import AskedKernel, AskedPrices
 from weaveopt.autotune.tune import Tuned
+from weaveopt.config import Config
 from weaveopt.cost_model.timed import ByProfile, KernelShape
 from weaveopt.pipeline.context import GraphContext
 from weaveopt.pipeline.problem import ProblemTemplate
@@ -93,6 +96,21 @@ def test_times_of_other_kernels_decide_nothing(times: list[Times]) -> None:
     assert decision.chosen.choice == LEAVE and "no_saving" in codes(decision)
     [estimate, *_] = some([each.estimate for each in decision.alternatives if each.estimate is not None])
     assert estimate.error_us == pytest.approx(estimate.us)
+
+
+@pytest.mark.parametrize(
+    ("machine", "groups", "option", "budget_s"),
+    [("h100x2", (), None, 5.0), ("h100x2", ("tp",), None, 0.0), ("cpu", (), None, 0.0), ("h100x2", ("tp",), 3.0, 3.0),
+     ("h100x2", (), 0.0, 0.0)],
+)  # fmt: skip
+def test_kernels_are_timed_by_default_on_one_gpu(
+    machine: str, groups: tuple[str, ...], option: float | None, budget_s: float
+) -> None:
+    captured = mock.Mock(groups=groups)
+    context = Context(Config(tune_budget_s=option), cost_model.load(machine), {})
+    assert tune._most_s(captured, context) == budget_s
+    with fake_group(2):
+        assert tune._most_s(captured, context) == (budget_s if option is not None else 0.0)
 
 
 def asked_in_batched_steps(machine: str) -> list[AskedKernel]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from weaveopt.autotune.asked_kernels import AskedKernel, AskedPrices
 from weaveopt.autotune.device_class import device_class
@@ -36,8 +37,9 @@ SECONDS_A_NODE = 0.0025
 SECONDS_A_GRAPH = 0.2
 """Share of the budget that every graph brings: to generate its code takes seconds."""
 
-BUDGET_S = {"cuda": 5.0, "cpu": 0.0}
-"""Budget where the option says none. CPU ranks share cores with whatever else runs on the host."""
+ALONE_BUDGET_S = 5.0
+"""Budget where the option says none, on a GPU without peers: ranks exchange their times, so one that compiles again
+alone would wait for the others. Processes on CPUs share cores with whatever else runs on the host."""
 
 SECONDS_A_STAND_IN = 2.0
 """Least budget of a graph on GPUs without a profile, where nothing but times decides."""
@@ -90,7 +92,7 @@ def _against(captured: CapturedGraph, context: Context, device: str) -> str | No
     """Why nothing is timed; the same on all ranks. Empty where that is not worth a line."""
     machine = context.machine
     topologies = [context.topologies[name] for name in captured.groups]
-    if _most_s(context) <= 0.0 or any(known.fake for known in topologies):
+    if _most_s(captured, context) <= 0.0 or any(known.fake for known in topologies):
         return ""
     if machine.device != device or (device == "cuda" and not torch.cuda.is_available()):
         return ""
@@ -99,10 +101,13 @@ def _against(captured: CapturedGraph, context: Context, device: str) -> str | No
     return None
 
 
-def _most_s(context: Context) -> float:
-    """The option `tune_budget_s`, or its default for this machine."""
+def _most_s(captured: CapturedGraph, context: Context) -> float:
+    """The option `tune_budget_s`, or its default for this graph."""
     asked_s = context.config.tune_budget_s
-    return BUDGET_S[context.machine.device] if asked_s is None else asked_s
+    if asked_s is None:
+        has_peers = bool(captured.groups) or (dist.is_initialized() and dist.get_world_size() > 1)
+        return ALONE_BUDGET_S if context.machine.device == "cuda" and not has_peers else 0.0
+    return asked_s
 
 
 class _Tuning:
@@ -160,7 +165,7 @@ class _Tuning:
     def _budget_s(self) -> float:
         least_s = SECONDS_A_STAND_IN if self._context.machine.stands_in else SECONDS_A_GRAPH
         by_size = max(least_s, SECONDS_A_NODE * len(self._captured.graph.nodes))
-        return min(_most_s(self._context), by_size)
+        return min(_most_s(self._captured, self._context), by_size)
 
     def _attempt(self, work: Callable[[], None]) -> None:
         """Do a part of the work that peers need not hear of when it fails."""

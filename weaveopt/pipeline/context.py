@@ -111,6 +111,6 @@ def _not_measured(choice: Choice) -> Rejection | None:
     values = (("gpu", ", ".join(choice.stands_in_for)), ("profile", choice.machine.name))
     message = (
         "no profile of this GPU: measure it with `weaveopt calibrate`, or name one with options={'machine': ...}; what "
-        "communicates with no rank is decided by times of its kernels (option tune_budget_s)"
+        "communicates with no rank is decided by times alone with options={'tune_budget_s': 5}"
     )
     return Rejection("machine_not_measured", message, values)
