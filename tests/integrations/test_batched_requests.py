@@ -187,6 +187,7 @@ def test_both_paths_and_overlapped_loops_are_printed() -> None:
         "generate_batch: 1 step of any lengths, compiled with weave (tokens with padding: 1 of 64)",
         "generate_batch: 20 steps by block tables, not compiled (tokens with padding: 9 of 4, 5 of 1, 3 of 16, 2 of 8, "
         "1 other size)",
+        f"generate_batch: {generation.WARM_UP}",
         "generate_batch: 10% of the loop's time outside of steps",
     ]
     assert replace(report, overlapped=True).host_share is None and BatchingReport().host_share is None

@@ -32,6 +32,7 @@ def lines(report: GenerationReport) -> Iterator[str]:
 
 PATHS = {"varlen": "of any lengths", "block_tables": "by block tables"}
 MOST_SIZES = 4
+WARM_UP = "times of its graph are those of transformers' warm-up: the largest step, over all pages of the cache"
 
 
 def _batching_lines(report: BatchingReport) -> Iterator[str]:
@@ -44,6 +45,8 @@ def _batching_lines(report: BatchingReport) -> Iterator[str]:
             f"generate_batch: {counted(path.steps, 'step')} {PATHS.get(path.path, path.path)}, {with_what} "
             f"(tokens with padding: {sizes}{rest})"
         )
+    if any((path.path, path.backend) == ("varlen", "weave") for path in report.paths):
+        yield f"generate_batch: {WARM_UP}"
     if report.host_share is not None:
         yield f"generate_batch: {report.host_share:.0%} of the loop's time outside of steps"
 
