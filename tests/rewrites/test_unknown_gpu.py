@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -18,9 +19,11 @@ from tests.rewrites.test_causal_attention_prices import Sizes, _price
 from weaveopt import backend, cost_model
 from weaveopt.autotune import tune
 from weaveopt.autotune.asked_kernels import AskedKernel, AskedPrices
+from weaveopt.autotune.device_class import device_class
+from weaveopt.autotune.kernel_timing import KernelTimings
 from weaveopt.autotune.tune import Tuned
 from weaveopt.config import Config
-from weaveopt.cost_model.timed import ByProfile, KernelShape
+from weaveopt.cost_model.timed import ByProfile, KernelShape, KernelTime
 from weaveopt.pipeline.context import GraphContext
 from weaveopt.pipeline.problem import ProblemTemplate
 from weaveopt.records.candidate import LEAVE, Rejection
@@ -140,6 +143,34 @@ def test_kernels_that_decide_are_timed_before_others(times: list[Times]) -> None
     assert decisive == found[:3] and decisive == sorted(decisive, key=lambda each: each.us)
     assert {each.shape.kernel.split()[0] for each in found[3:]} == {"gemm", "attention"}
     assert not any(each.is_known for each in found)
+
+
+@pytest.mark.parametrize("left", ["", "sdpa", "paged"])
+def test_a_step_is_decided_by_what_was_timed(
+    times: list[Times], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, left: str
+) -> None:
+    """Without the time of the site as it is nothing is chosen, without that of a kernel not that kernel."""
+    taken_us = {"paged": 50.0, "masked": 900.0, "sdpa": 1500.0}
+
+    def timed(kernels: Sequence[AskedKernel], device: torch.device, budget_s: float, _: int) -> KernelTimings:
+        assert device.type == "cuda" and 0.0 < budget_s <= tune.ALONE_BUDGET_S
+        rows = [(each, each.shape.kernel.split()[1:2]) for each in kernels]
+        found = [(each, taken_us[name[0]] if name else each.us) for each, name in rows if name != [left]]
+        return KernelTimings(tuple(KernelTime(each.shape, us, 0.01) for each, us in found))
+
+    monkeypatch.setattr(backend, "tune", tune.tune)
+    monkeypatch.setattr(tune, "time_kernels", timed)
+    monkeypatch.setattr(tune, "_against", lambda *_: None)
+    monkeypatch.setattr(tune, "runs_on_gpu", lambda _: True)
+    monkeypatch.setattr(tune, "device_class", lambda *_: device_class("cpu", 1))
+    options = {"machine": "h100x8", "strict": True, "tune_budget_s": tune.ALONE_BUDGET_S, "tune_cache": str(tmp_path)}
+    torch._dynamo.reset()
+    model = build("llama", num_hidden_layers=1, head_dim=64).to(torch.bfloat16)
+    assert len(tokens(model, prompts(12), compiled(options), new=2)) == 12
+    [graph] = weaveopt.report(model).graphs
+    [decision] = graph.decisions
+    assert decision.chosen.variant == {"": "paged", "sdpa": "", "paged": "masked"}[left]
+    assert {each.kernel.split()[1] for each in graph.kernels} & {"paged", "sdpa"} == {"paged", "sdpa"} - {left}
 
 
 @pytest.mark.parametrize("only", [("attention",), ("attention sdpa",)])
