@@ -37,6 +37,14 @@ def time_kernels(
     would. `LOADING_S` and `COMPILING_S` bound them.
     `weight_bytes`: those of the graph, which bound what its caches are cold for.
     """
+    try:
+        return _timed(kernels, device, budget_s, weight_bytes)
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # a CUDA graph that is captured later cannot take memory that is cached here
+
+
+def _timed(kernels: Sequence[AskedKernel], device: torch.device, budget_s: float, weight_bytes: int) -> KernelTimings:
     most = CPU_COLD_BYTES if device.type == "cpu" else GPU_COLD_BYTES
     operands = Operands(device, min(most, max(weight_bytes, 1)))
     began, times, left, failed = time.perf_counter(), list[KernelTime](), list[KernelShape](), list[KernelShape]()
