@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from enum import Enum, auto
 
 import torch
+import torch.compiler.config
 import torch.fx as fx
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
@@ -78,7 +80,7 @@ def compile_with(
 
     AOTAutograd's cache would skip it on a warm run, so it is off; Inductor's own cache is consulted afterwards.
     """
-    with functorch_config.patch(enable_autograd_cache=False):
+    with functorch_config.patch(enable_autograd_cache=False), _compiler_settings_kept():
         compiled = compile_fx(
             graph_module,
             example_inputs,  # type: ignore[arg-type]
@@ -106,7 +108,7 @@ def compile_graph(
     tracing = TracingContext.try_get()
     if tracing is not None and tracing.output_strides:
         tracing.output_strides.clear()  # a compile of the same graph that is not used left them
-    with keeping(order) if order else nullcontext():
+    with keeping(order) if order else nullcontext(), _compiler_settings_kept():
         return compile_fx_inner(module, inputs, **arguments)  # type: ignore[arg-type]
 
 
@@ -126,6 +128,23 @@ def compile_alone(
         compiled = compile_graph(module, fakes, arguments, hooks, order)
     assert callable(compiled), f"Inductor returned a {type(compiled).__name__}"
     return compiled
+
+
+@contextmanager
+def _compiler_settings_kept() -> Iterator[None]:
+    """Leave each setting of `torch.compiler.config` as it was, also one that nobody has set.
+
+    Inductor patches one while it traces its patterns (torch 2.15), and `patch` sets it to its default afterwards, in
+    this thread alone. Code of torch that Dynamo traces reads it (`DeviceMesh.get_group`), so it is under a guard: every
+    other thread would compile again, up to the recompile limit.
+    """
+    settings = [getattr(each, "user_override", None) for each in torch.compiler.config._config.values()]  # type: ignore[attr-defined]
+    kept = [(each, each.set(each.get())) for each in settings if isinstance(each, ContextVar)]
+    try:
+        yield
+    finally:
+        for setting, token in kept:
+            setting.reset(token)
 
 
 def _forget_mesh_hashes(inputs: Sequence[object]) -> None:
