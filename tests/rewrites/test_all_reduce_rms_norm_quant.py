@@ -49,6 +49,7 @@ def on_gpus(
     form: Form,
     *,
     static: bool = True,
+    dynamic: bool = False,
     machine: str = "h200x4",
     device: str = "cuda",
     dtype: torch.dtype = torch.bfloat16,
@@ -63,6 +64,7 @@ def on_gpus(
         machine=machine,
         device=device,
         static=static,
+        dynamic=dynamic,
         force=FORCED,
     )
     assert report.fallbacks == ()
@@ -100,6 +102,26 @@ def test_the_op_quantizes(case: Case, static: bool, graphs: list[fx.Graph]) -> N
     assert any("not rounded to 16 bits" in line for line in report.rounding) is case.narrow
     bounds = [line for line in report.rounding if "bounded by 1e-12" in line]
     assert len(bounds) == bool(case.bound) and all(case.bound in line for line in bounds)
+
+
+class Quantizer:
+    """A quantization whose divisor and bounds are attributes."""
+
+    def __init__(self) -> None:
+        self.largest, self.least = 448.0, 1e-10
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scale = x.abs().amax(-1, keepdim=True).float().clamp(min=self.least) / self.largest
+        return (x.float() / scale).clamp(-self.largest, self.largest).to(E4M3).view(-1, H), scale.view(-1, 1)
+
+
+def test_floats_of_the_program_are_numbers(graphs: list[fx.Graph]) -> None:
+    """With symbolic sizes they are inputs of the graph."""
+    report = on_gpus(block(Quantizer()), static=False, dynamic=True)
+    (decision,) = report.decisions
+    assert decision.rewritten and dict(decision.site.facts)["quantization"] == Quant.PER_TOKEN.value
+    assert len(quant_calls(graphs[-1])) == 1
+    assert [line for line in report.rounding if "bounded by 1e-12" in line and "1e-10" in line]
 
 
 @pytest.mark.parametrize("static", [True, False], ids=["numbers", "symbols"])

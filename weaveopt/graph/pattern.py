@@ -26,6 +26,10 @@ Argument = object
 CAST = frozenset({prims.convert_element_type.default, aten._to_copy.default})
 ADD = frozenset({aten.add.Tensor, aten.add.Scalar})
 MUL = frozenset({aten.mul.Tensor, aten.mul.Scalar})
+CLAMP = frozenset(
+    {aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.clamp_min.Tensor, aten.clamp_max.Tensor}
+)
+"""Torch 2.15 passes a bound that is a float of the program as a tensor, earlier releases compile for its value."""
 SHAPE_ONLY = frozenset(
     {
         aten.view.default,

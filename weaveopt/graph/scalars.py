@@ -9,14 +9,23 @@ compiled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.fx as fx
 
-from weaveopt.graph.pattern import CAST, Argument, is_call
+from weaveopt.graph.pattern import CAST, Argument, is_call, tensor_of
 
+aten = torch.ops.aten
 _SYMBOL = "weaveopt_symbol"
+_CONSTANT = frozenset({aten.full.default, aten.scalar_tensor.default})
+_ARITHMETIC: Mapping[object, Callable[[float, float], float]] = {
+    aten.add.Tensor: operator.add,
+    aten.sub.Tensor: operator.sub,
+    aten.mul.Tensor: operator.mul,
+    aten.div.Tensor: operator.truediv,
+}
 
 
 def mark(graph: fx.Graph, inputs: Sequence[object]) -> None:
@@ -46,21 +55,53 @@ def symbol_of(argument: Argument) -> torch.SymFloat | None:
 
 
 def number_of(argument: Argument) -> float | None:
-    """The number that an argument is in this call; None where that is not known when the graph is compiled."""
+    """The number that an argument is in this call; None where that is not known when the graph is compiled.
+
+    Arithmetic on Python floats is known too: a bound of `clamp(-limit, limit)` is -1 times an input.
+    """
     if isinstance(argument, int | float) and not isinstance(argument, bool):
         return float(argument)
-    symbol = symbol_of(argument)
-    return None if symbol is None else float(symbol.node.hint)
+    return _value_of(argument) if symbols_of((argument,)) else None
 
 
 def symbols_of(arguments: Iterable[Argument]) -> tuple[torch.SymFloat, ...]:
-    """Return the arguments that are no plain numbers."""
-    return tuple(symbol for symbol in map(symbol_of, arguments) if symbol is not None)
+    """Symbols that the arguments are computed from; plain numbers have none."""
+    nodes = (node for argument in arguments for node in _computing(argument))
+    found = (symbol_of(node) for node in nodes if node.op == "placeholder")
+    return tuple(symbol for symbol in found if symbol is not None)
 
 
 def casts_of(argument: Argument) -> tuple[fx.Node, ...]:
     """Nodes between a Python float's placeholder and its reader, the last one first."""
-    return tuple(node for node in _under_casts(argument) if node.op != "placeholder")
+    return tuple(node for node in _computing(argument) if node.op != "placeholder")
+
+
+def _value_of(argument: Argument) -> float | None:
+    if not isinstance(argument, fx.Node):
+        return float(argument) if isinstance(argument, int | float) else None
+    if (symbol := symbol_of(argument)) is not None:
+        return float(symbol.node.hint)
+    if is_call(argument, CAST):
+        return _value_of(argument.args[0])
+    if is_call(argument, _CONSTANT):
+        return _value_of(argument.args[-1])
+    if argument.target not in _ARITHMETIC or argument.kwargs:
+        return None
+    left, right = (_value_of(each) for each in argument.args[:2])
+    if left is None or right is None or (argument.target is aten.div.Tensor and right == 0):
+        return None
+    return _ARITHMETIC[argument.target](left, right)
+
+
+def _computing(argument: Argument) -> Iterator[fx.Node]:
+    """The nodes that compute a scalar, consumers first."""
+    pending = [argument]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, fx.Node):
+            yield node
+            if is_call(node, CAST | _CONSTANT | _ARITHMETIC.keys()) and (value := tensor_of(node)) is not None:
+                pending.extend(node.args[:2] if value.ndim == 0 else ())
 
 
 def _under_casts(argument: Argument) -> Iterator[fx.Node]:

@@ -13,7 +13,7 @@ import torch
 import torch.fx as fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from weaveopt.graph.pattern import CAST, MUL, is_call, tensor_of
+from weaveopt.graph.pattern import CAST, CLAMP, MUL, is_call, tensor_of
 from weaveopt.graph.scalars import number_of, symbol_of
 from weaveopt.graph.values import shape_of
 from weaveopt.ops.experts.activation import Activation, computing
@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 GATHER = frozenset({aten.index.Tensor, aten.index_select.default})
 _FULL = frozenset({aten.full.default, aten.scalar_tensor.default, aten.full_like.default})
-_CLAMPS = frozenset({aten.clamp_max.default, aten.clamp_min.default, aten.clamp.default, aten.minimum.default})
+_CLAMPS = CLAMP | {aten.minimum.default}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.fx as fx
 
-from weaveopt.graph.pattern import SHAPE_ONLY, Mismatch, describe, is_call, tensor_of
+from weaveopt.graph.pattern import CLAMP, SHAPE_ONLY, Mismatch, describe, is_call, tensor_of
 from weaveopt.records.candidate import Rejection
 
 aten = torch.ops.aten
@@ -18,7 +18,6 @@ WHERE = frozenset({aten.where.self})
 VIEWS = SHAPE_ONLY | {aten.clone.default}
 TRANSPOSE = frozenset({aten.permute.default, aten.transpose.int, aten.mT.default})
 SUM = frozenset({aten.sum.dim_IntList})
-CLAMPS = frozenset({aten.clamp_min.default, aten.clamp_max.default, aten.clamp.default})
 GETITEM = frozenset({operator.getitem})
 
 
@@ -116,13 +115,13 @@ def unmasked(rows: fx.Node, reading: Reading) -> fx.Node:
 
 
 def unclamped(node: object, reading: Reading) -> fx.Node:
-    return reading.through(node, CLAMPS)
+    return reading.through(node, CLAMP)
 
 
 def cut_as_it_is(ids: fx.Node, reading: Reading) -> fx.Node:
     """`ids`, whose clamps stay in the graph."""
     node = ids
-    while is_call(node, CLAMPS):
+    while is_call(node, CLAMP):
         reading.passed.discard(node)
         node = node_of(node.args[0], "experts")
     return ids
@@ -136,6 +135,6 @@ def check_remote_experts(ids: fx.Node, weight: fx.Node, reading: Reading) -> Non
         reading.take(compared, frozenset({aten.ge.Scalar}), "a mask of other ranks' experts")
         if unclamped(compared.args[0], reading) is not ids or compared.args[1] != num_experts:
             raise Unknown(compared, "a mask of other ranks' experts")
-    cut = next((node for node in reading.passed if is_call(node, CLAMPS) and node.args[0] is ids), None)
+    cut = next((node for node in reading.passed if is_call(node, CLAMP) and node.args[0] is ids), None)
     if cut is not None and not reading.masks:
         raise Unknown(cut, "experts of this rank alone, or a mask of the others")

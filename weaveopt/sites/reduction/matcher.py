@@ -134,7 +134,8 @@ def _found(node: fx.Node, reduced: Reduced | Rejection, absorbed: frozenset[fx.N
     site = _site(node, reduced.collectives, description, known, context, rejections)
     nodes = structure.interior | structure.gemm_nodes | (quantized.nodes if quantized is not None else frozenset())
     consumers = structure.readers.nodes - nodes if structure.readers is not None and known is not None else frozenset()
-    return FoundSite(site, nodes, known, structure, symbols_of(reduced.scalars), reduced.collectives[0], consumers)
+    numbers = symbols_of((*reduced.scalars, *(quantized.numbers if quantized is not None else ())))
+    return FoundSite(site, nodes, known, structure, numbers, reduced.collectives[0], consumers)
 
 
 def _site(

@@ -20,7 +20,8 @@ from enum import Enum, auto
 import torch
 import torch.fx as fx
 
-from weaveopt.graph.pattern import CAST, MUL, SHAPE_ONLY, aten, describe, is_call, prims, tensor_of
+from weaveopt.graph.pattern import CAST, CLAMP, MUL, SHAPE_ONLY, Argument, aten, describe, is_call, prims, tensor_of
+from weaveopt.graph.scalars import number_of
 from weaveopt.graph.splice import call_after, last_of
 from weaveopt.records.candidate import Rejection
 from weaveopt.records.norm import Quant
@@ -33,13 +34,13 @@ LEAST_AMAX = 1e-4
 """Largest lower bound of amax that a model may use: rows of a norm are smaller only if they are zeros."""
 PER_ROW_SCALE = 1.0 / LARGEST
 
-_CLAMPS = frozenset({aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default})
+_CLAMP_MAX = frozenset({aten.clamp_max.default, aten.clamp_max.Tensor})
 _DIV = frozenset({aten.div.Tensor, aten.div.Scalar})
 _RECIPROCAL = frozenset({aten.reciprocal.default})
 _SAME_ELEMENTS = frozenset({aten.clone.default, aten.alias.default, aten.detach.default})
 _VIEW = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
 _MAXIMUM = frozenset({aten.amax.default, aten.max.dim})
-_ELEMENTWISE = _CLAMPS | _DIV | CAST | MUL | SHAPE_ONLY | {aten.minimum.default, aten.maximum.default}
+_ELEMENTWISE = CLAMP | _DIV | CAST | MUL | SHAPE_ONLY | {aten.minimum.default, aten.maximum.default}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -71,14 +72,13 @@ class _Held:
     above: bool = False
     """Clamped to -448 from below."""
     below: bool = False
+    numbers: tuple[Argument, ...] = ()
+    """Bounds and divisors that were taken as numbers."""
 
     @property
     def is_row_scale(self) -> bool:
-        return (
-            self.kind is _ValueKind.ROW_VALUE
-            and self.power == 1
-            and math.isclose(self.factor, PER_ROW_SCALE, rel_tol=1e-6)
-        )
+        is_scale = self.kind is _ValueKind.ROW_VALUE and self.power == 1
+        return is_scale and math.isclose(self.factor, PER_ROW_SCALE, rel_tol=1e-6)
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,8 @@ class Quantized:
     """Lower bound of a row's largest magnitude; 0 if there is none."""
     narrow: bool
     """True if a step is rounded to 16 bits."""
+    numbers: tuple[Argument, ...]
+    """Arguments of the steps that were taken as numbers: floats of the program may be among them."""
 
     @property
     def text(self) -> str:
@@ -155,6 +157,7 @@ def find_quantized(output: fx.Node) -> Quantized | Rejection | None:
         nodes=frozenset(held) - {output},
         least=least,
         narrow=any(_is_narrow(node, value) for node, value in held.items()),
+        numbers=tuple(number for value in held.values() for number in value.numbers),
     )
 
 
@@ -209,7 +212,7 @@ def _step(node: fx.Node, held: Mapping[fx.Node, _Held], hidden: int) -> _Held | 
         return _reshaped(node, source, hidden)
     if is_call(node, CAST):
         return _cast(node, source)
-    if is_call(node, _CLAMPS):
+    if is_call(node, CLAMP):
         return _clamped(node, source)
     match source.kind:
         case _ValueKind.ROWS if is_call(node, frozenset({aten.abs.default})):
@@ -247,14 +250,18 @@ def _cast(node: fx.Node, source: _Held) -> _Held | None:
 
 
 def _clamped(node: fx.Node, source: _Held) -> _Held | None:
-    names = ("max",) if node.target is aten.clamp_max.default else ("min", "max")
-    bounds = {**dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
-    least, most = bounds.get("min"), bounds.get("max")
-    if source.kind is _ValueKind.ROW_VALUE and source.power == 1 and most is None and isinstance(least, int | float):
-        return replace(source, least=max(source.least, least / source.factor))
-    if source.kind is not _ValueKind.SCALED or least not in (None, -LARGEST) or most not in (None, LARGEST):
+    names = ("max",) if is_call(node, _CLAMP_MAX) else ("min", "max")
+    arguments = {**dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
+    bounds = {name: each for name, each in arguments.items() if each is not None}
+    numbers = {name: number_of(each) for name, each in bounds.items()}
+    least = numbers.get("min")
+    read = replace(source, numbers=(*source.numbers, *bounds.values()))
+    if source.kind is _ValueKind.ROW_VALUE and source.power == 1 and "max" not in bounds and least is not None:
+        return replace(read, least=max(source.least, least / source.factor))
+    within = numbers.get("min", -LARGEST) == -LARGEST and numbers.get("max", LARGEST) == LARGEST
+    if source.kind is not _ValueKind.SCALED or not within:
         return None
-    return replace(source, above=source.above or least is not None, below=source.below or most is not None)
+    return replace(read, above=source.above or "min" in bounds, below=source.below or "max" in bounds)
 
 
 def _is_over_rows(node: fx.Node) -> bool:
@@ -275,8 +282,10 @@ def _product(node: fx.Node, held: Mapping[fx.Node, _Held]) -> _Held | None:
     left = held.get(a) if isinstance(a, fx.Node) else None
     if left is None:
         return None
-    if left.kind is _ValueKind.ROW_VALUE and isinstance(b, int | float) and b > 0:
-        return replace(left, factor=left.factor / b if divides else left.factor * b)
+    number = number_of(b)
+    if left.kind is _ValueKind.ROW_VALUE and number is not None and number > 0:
+        factor = left.factor / number if divides else left.factor * number
+        return replace(left, factor=factor, numbers=(*left.numbers, b))
     if left.kind is not _ValueKind.ROWS or not isinstance(b, fx.Node):
         return None
     right = held.get(b)
