@@ -9,6 +9,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.compiler.config
+from torch._inductor import config as inductor_config
 
 from tests.graphs.preview import fake_group
 from weaveopt.config import OPTIONS, OWN_OF_INDUCTOR, Config, Option, resolve
@@ -191,9 +193,17 @@ def test_no_variable_is_read_past_the_rule_for_empty_ones() -> None:
 
 
 def test_inductors_options_pass_and_others_do_not() -> None:
-    assert resolve({"max_autotune": True}, ("max_autotune",)).inductor == (("max_autotune", True),)
+    for name in ("max_autotune", "max-autotune"):
+        assert resolve({name: True}, ("max_autotune",)).inductor == (("max_autotune", True),)
     with pytest.raises(OptionError, match="did you mean 'max_autotune'"):
         resolve({"max_autotun": True}, ("max_autotune",))
+
+
+def test_a_name_for_a_setting_elsewhere_passes_and_is_applied() -> None:
+    """Torch 2.15 takes it in `torch.compile(options=...)`, and `list_options()` leaves it out."""
+    asked = resolve({"force_disable_caches": True}, inductor.known_options())
+    with inductor_config.patch(inductor.patches_for(None, asked)):  # type: ignore[attr-defined]
+        assert torch.compiler.config.force_disable_caches  # type: ignore[attr-defined]
 
 
 def test_ranks_do_not_decide_by_the_clock_whether_products_are_padded() -> None:

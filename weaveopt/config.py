@@ -301,12 +301,13 @@ def resolve(
         values[option.name] = _value(option, given)
     inductor = []
     for name in sorted(given):
-        if name not in inductor_options:
+        accepted = name.replace("-", "_")  # torch's backend takes either
+        if accepted not in inductor_options:
             hint = closest(name, known_options() + inductor_options)
             if not hint.startswith("did you mean"):  # Inductor has hundreds
                 hint = f"{closest(name, known_options())}, and what Inductor takes (torch._inductor.list_options())"
             raise OptionError(f"unknown option {name!r} for backend 'weave': {hint}")
-        inductor.append((name, given[name]))
+        inductor.append((accepted, given[name]))
     for option_name in ("disable", "force"):
         words = values[option_name]
         for word in words if isinstance(words, tuple) else ():

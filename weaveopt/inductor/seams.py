@@ -50,7 +50,8 @@ class GraphPass(Enum):
 
 def known_options() -> tuple[str, ...]:
     """Names that Inductor takes in `torch.compile(options=...)`."""
-    return tuple(list_options())
+    # torch 2.15 also takes names that stand for a setting elsewhere (`force_disable_caches`), which are not listed.
+    return tuple(dict.fromkeys((*list_options(), *inductor_config._config)))  # type: ignore[attr-defined]
 
 
 def patches_for(mode: str | None, config: Config) -> dict[str, object]:
