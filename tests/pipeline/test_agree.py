@@ -134,6 +134,33 @@ def test_what_differs_is_left_by_all_ranks(case: str, rewritten: tuple[bool, ...
     assert bool(first.reasons) == (False in rewritten)
 
 
+def parallel_branches(rank: int, rows: int = 8) -> Block:
+    """Rows of a sharded vocabulary, and two branches whose sums nothing orders (GPT-NeoX, Phi)."""
+    w, first = forms.make_weights(torch.float32), rank * rows
+    table = torch.randn(rows, forms.HIDDEN, generator=torch.Generator().manual_seed(rank))
+
+    def block(x: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+        outside = (ids < first) | (ids >= first + rows)
+        found = F.embedding((ids - first).masked_fill(outside, 0), table).masked_fill(outside[..., None], 0.0)
+        total = forms.all_reduce(found)
+        inner = forms.rms(total, w.norm) @ w.after
+        total = total + forms.all_reduce((inner + x) @ w.product) + forms.all_reduce(inner.relu() @ w.product)
+        return (forms.rms(total, w.norm),)
+
+    return block
+
+
+def run_parallel_branches(rank: int) -> list[Found]:
+    x, _ = inputs(rank)
+    return run(parallel_branches(rank), config(), x, torch.arange(TOKENS).view(1, -1) * 5 % 16)
+
+
+def test_the_offset_of_a_rank_in_the_vocabulary_orders_nothing() -> None:
+    """It is 0 on the first rank, where torch drops it: the graphs have different numbers of nodes."""
+    for (each,) in run_ranks(run_parallel_branches, 2):
+        assert each == Found((True,) * 2, ())
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_where_nothing_is_rewritten_nothing_is_compared(case: str) -> None:
     for (each,) in run_ranks(run_case, 2, case, False):

@@ -17,7 +17,7 @@ import torch.fx as fx
 
 from weaveopt.fabrics.rounds import digest
 from weaveopt.graph.facts import events_of
-from weaveopt.graph.pattern import tensor_of
+from weaveopt.graph.pattern import is_call, tensor_of
 from weaveopt.graph.values import hint
 from weaveopt.records.candidate import Rejection
 from weaveopt.records.memory import MemoryPlan
@@ -255,12 +255,27 @@ def is_ordered(group: str, graph: fx.Graph) -> bool:
 
 def structure_of(graph: fx.Graph) -> str:
     """Digest of the operators of a graph, what they read, and the sizes of what they make; scalars are left out, as
-    some hold the number of a rank."""
-    index = {node: position for position, node in enumerate(graph.nodes)}
-    lines = []
+    some hold the number of a rank. So are offsets of ids: the first rank's rows of a sharded vocabulary begin at 0,
+    and torch drops an offset of 0."""
+    index: dict[fx.Node, int] = {}
+    lines: list[str] = []
     for node in graph.nodes:
+        if _is_offset(node):
+            index[node] = index[node.all_input_nodes[0]]
+            continue
+        index[node] = len(lines)
         value = tensor_of(node)
         sizes = () if value is None else tuple(hint(size) for size in value.shape)
         lines.append(f"{node.op} {node.target if node.op != 'placeholder' else ''} {sizes} "
                      f"{[index[each] for each in node.all_input_nodes]}")  # fmt: skip
     return digest(lines)
+
+
+_OFFSETS = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor})
+
+
+def _is_offset(node: fx.Node) -> bool:
+    """True for integers plus or minus a number, which Inductor computes where they are read."""
+    value = tensor_of(node)
+    is_integer = value is not None and value.dtype in (torch.int32, torch.int64)
+    return is_integer and is_call(node, _OFFSETS) and len(node.all_input_nodes) == 1 and isinstance(node.args[1], int)
