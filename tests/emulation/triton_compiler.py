@@ -1,4 +1,4 @@
-"""Triton's compiler without a GPU: kernels are made for compute capability 9.0, and not launched.
+"""Triton's compiler without a GPU: kernels are made for a compute capability, and not launched.
 
 For a process of its own: it takes the place of Triton's driver.
 """
@@ -34,8 +34,11 @@ class Compiled:
 _STORE = r"st\.global(?:\.v(\d+))?\.b(\d+)"
 
 
+@dataclass(frozen=True)
 class Driver:
     """Driver of an absent GPU, with the methods that the compiler calls."""
+
+    capability: int = 90
 
     def get_current_device(self) -> int:
         return 0
@@ -46,17 +49,17 @@ class Driver:
     def get_current_target(self) -> object:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
 
 
-def only_compile(kernels: dict[str, object], tell: Callable[[Compiled], None]) -> None:
+def only_compile(kernels: dict[str, object], tell: Callable[[Compiled], None], capability: int = 90) -> None:
     """From now on a launch of one of these kernels compiles it, and reports the result."""
     from triton.runtime.driver import driver
 
-    driver.set_active(Driver())
+    driver.set_active(Driver(capability))
     for name, kernel in kernels.items():
         kernel.run = _compiling(name, kernel.run, tell)  # type: ignore[attr-defined]
 

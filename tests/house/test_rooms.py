@@ -10,7 +10,7 @@ import pytest
 from tests.house.source import FILES, ROOT, imports_of, room
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "plain_json", "records", "versions", "wording"),
+    ("errors", "kernel_memory", "plain_json", "records", "versions", "wording"),
     ("config", "cost_model"),
     ("graph", "solver"),
     ("fabrics",),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from dataclasses import replace
 from functools import cache
 
 import torch
 
+from weaveopt.kernel_memory import shared_bytes
 from weaveopt.ops.attention import reference
-from weaveopt.ops.attention.plan import AttentionLaunch, plan, power_of_two
+from weaveopt.ops.attention.plan import AttentionLaunch, fitting, plan, power_of_two
 from weaveopt.ops.attention.shapes import (
     RANGE_ROWS,
     AttentionOperands,
@@ -59,7 +61,7 @@ def masked_attention(operands: AttentionOperands, scores: Scores) -> Tensor:
     """`weave::masked_attention` on a GPU."""
     shape = checked_shape(operands)
     sizes = (shape.key_size, shape.value_size)
-    half = operands.query.dtype in (torch.bfloat16, torch.float16)
+    half, device = operands.query.dtype in (torch.bfloat16, torch.float16), operands.query.device
     if not (half and max(sizes) <= LARGEST_HEAD and scores.scale > 0 and scores.softcap >= 0 and has_triton()):
         return reference.reference(operands, scores)
     ranges = operands.ranges
@@ -69,8 +71,11 @@ def masked_attention(operands: AttentionOperands, scores: Scores) -> Tensor:
             operands.query, operands.key, operands.value, operands.mask, ranges, operands.sinks
         )
     may_pack = ranges is None or ranges.shape[1] == 1
-    how = plan(shape, num_sms(operands.query.device), may_pack, operands.mask is not None)
-    return launch_attention(operands, scores, how)
+    how = plan(shape, num_sms(device), may_pack, operands.mask is not None)
+    fit = fitting(how.block_m, how.block_n, how.num_stages, sizes, shared_bytes(device))
+    if fit is None:
+        return reference.reference(operands, scores)
+    return launch_attention(operands, scores, replace(how, block_n=fit[0], num_stages=fit[1]))
 
 
 def launch_key_ranges(mask: Tensor, rows: int) -> Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from weaveopt.kernel_memory import shared_bytes
 from weaveopt.ops.attention import paged_reference
 from weaveopt.ops.attention.gpu import (
     COMBINE_SPLITS,
@@ -25,6 +26,7 @@ from weaveopt.ops.attention.plan import (
     MAX_SPLITS,
     MIDDLE,
     columns_to_combine,
+    fitting,
     power_of_two,
 )
 from weaveopt.ops.attention.shapes import Scores, empty_result
@@ -98,7 +100,11 @@ def attend(operands: PagedOperands, scores: Scores) -> Tensor:
     half = query.dtype in (torch.bfloat16, torch.float16)
     if not (half and query.shape[3] <= LARGEST_HEAD and scores.scale > 0 and scores.softcap >= 0 and has_triton()):
         return paged_reference.dense(operands, scores)
-    return launch_paged(operands, scores, plan_paged(operands, num_sms(query.device)))
+    how, sizes = plan_paged(operands, num_sms(query.device)), (query.shape[3], query.shape[3])
+    fit = fitting(how.block_m, how.block_n, how.num_stages, sizes, shared_bytes(query.device))
+    if fit is None:
+        return paged_reference.dense(operands, scores)
+    return launch_paged(operands, scores, replace(how, block_n=fit[0], num_stages=fit[1]))
 
 
 def launch_paged(operands: PagedOperands, scores: Scores, how: PagedLaunch) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from weaveopt.kernel_memory import HOPPER_BYTES
 from weaveopt.ops.attention.shapes import RANGE_ROWS, AttentionShape
 
 MAX_SPLITS = 128
@@ -15,6 +16,8 @@ FEW_ROWS = 64
 """Rows of a key head's group that still run in tiles of their own size."""
 LEAST_ROWS = 16
 """Least rows of a tile: the rows of one matrix instruction."""
+LEAST_KEYS = 16
+"""Least keys of a block: the depth of one matrix instruction."""
 GOOD_ENOUGH = 0.9
 """More splits are taken only if fewer of them leave more than a tenth of the slots empty, relative to the best."""
 FINE_WAVES = 8
@@ -135,6 +138,32 @@ def even_waves(tiles: int, keys: int, loop: KeyLoop, num_sms: int) -> int:
     counts = range(1, max(1, min(4, keys // LONG.least_keys)) + 1)
     best = max(filled(tiles * count, slots) for count in counts)
     return next(count for count in counts if filled(tiles * count, slots) >= GOOD_ENOUGH * best)
+
+
+def fitting(
+    block_m: int, block_n: int, num_stages: int, sizes: tuple[int, int], most_bytes: int
+) -> tuple[int, int] | None:
+    """Keys of a block and stages that fit into `most_bytes` of shared memory, for `sizes` of keys and values; None if
+    nothing does.
+
+    Plans are Hopper's. GPUs with less memory keep all blocks of keys and values but one in it, the queries, and the
+    weights of a block of keys: fewer stages first, then fewer keys.
+    """
+    if most_bytes >= HOPPER_BYTES:
+        return block_n, num_stages
+    key_size, value_size = (power_of_two(max(size, 16)) for size in sizes)
+
+    def needed(keys: int, stages: int) -> int:
+        return 2 * ((stages - 1) * keys * (key_size + value_size) + block_m * (key_size + keys))
+
+    while needed(block_n, num_stages) > most_bytes:
+        if num_stages > 2:
+            num_stages -= 1
+        elif block_n > LEAST_KEYS:
+            block_n //= 2
+        else:
+            return None
+    return block_n, num_stages
 
 
 def filled(programs: int, slots: int) -> float:

@@ -10,10 +10,11 @@ import torch
 
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics.traits import NativePart, is_built
+from weaveopt.kernel_memory import shared_bytes
 from weaveopt.ops.experts.by_expert import StackedWeights
 from weaveopt.ops.experts.call import ExpertsCall
 from weaveopt.ops.experts.expert_ranges import RangedWeight, StackedWeight
-from weaveopt.ops.experts.plan import TRITON_ROUTING_ROWS, ExpertsLaunch, RowTiles, power_of_two
+from weaveopt.ops.experts.plan import TRITON_ROUTING_ROWS, ExpertsLaunch, RowTiles, plan, power_of_two
 from weaveopt.ops.experts.shapes import ExpertOperands, ExpertsShape, checked_shape
 
 try:
@@ -40,6 +41,11 @@ def has_triton() -> bool:
 @cache
 def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def planned(shape: ExpertsShape, device: torch.device, gated: bool) -> ExpertsLaunch:
+    """The launch of Triton's kernels on this device."""
+    return plan(shape, num_sms(device), gated, shared_bytes(device))
 
 
 @cache

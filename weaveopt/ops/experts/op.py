@@ -47,7 +47,6 @@ from weaveopt.ops.experts import gpu, hopper
 from weaveopt.ops.experts.call import ExpertsCall, ExpertsKernel, decode
 from weaveopt.ops.experts.expert_ranges import joined
 from weaveopt.ops.experts.library import on_cpu, plain
-from weaveopt.ops.experts.plan import plan
 from weaveopt.ops.experts.shapes import ARGUMENTS, RANGED_ARGUMENTS, TAGS, ExpertOperands, checked_shape, traced_result
 
 Tensor = torch.Tensor
@@ -90,7 +89,7 @@ def _on_gpu(operands: ExpertOperands, call: ExpertsCall) -> Tensor:
     kernels = call.kernels_at(shape.tokens)
     if kernels != ExpertsKernel.TRITON and not hopper.unsupported(operands, shape):
         return hopper.launch(operands, call, hopper.plan_of(kernels, operands, shape))
-    return gpu.launch(operands, call, plan(shape, gpu.num_sms(operands.x.device), call.gated))
+    return gpu.launch(operands, call, gpu.planned(shape, operands.x.device, call.gated))
 
 
 _library = torch.library.Library("weave", "FRAGMENT")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from weaveopt.kernel_memory import HOPPER_BYTES
 from weaveopt.ops.experts.shapes import ExpertsShape
 
 LEAST_ROWS, MOST_ROWS = 16, 128
@@ -37,8 +38,6 @@ many."""
 TRITON_ROUTING_ROWS = 1024
 """Maximum number of rows for Triton's routing, each program of which reads all rows; native kernels, if built, route
 more."""
-SHARED_MEMORY = 227 * 1024
-"""Bytes that a program may have on Hopper."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,14 @@ class ExpertTile:
     def shared_bytes(self, rows: int, gated: bool) -> int:
         """Shared memory of all stages, with operands of 2 bytes an element."""
         return (rows + self.columns * (2 if gated else 1)) * self.depth * 2 * self.num_stages
+
+    def fitting(self, rows: int, gated: bool, most_bytes: int) -> ExpertTile:
+        """The same tile with as many stages, and then as much depth, as fit."""
+        tile = self
+        while tile.shared_bytes(rows, gated) > most_bytes and tile.depth > LEAST_ROWS:
+            fewer = {"num_stages": tile.num_stages - 1} if tile.num_stages > 2 else {"depth": tile.depth // 2}
+            tile = replace(tile, **fewer)  # type: ignore[arg-type]
+        return tile
 
 
 class RowTiles:
@@ -95,12 +102,14 @@ class ExpertsLaunch(RowTiles):
     early: bool = True
 
 
-def plan(shape: ExpertsShape, num_sms: int, gated: bool = True) -> ExpertsLaunch:
+def plan(shape: ExpertsShape, num_sms: int, gated: bool = True, shared_bytes: int = HOPPER_BYTES) -> ExpertsLaunch:
     """Plan the launch for `shape`. It counts all choices as this rank's: the number of remote ones is on the device
-    only."""
+    only. `shared_bytes`: shared memory that a program may have."""
     how = _plan(shape, num_sms)
     # Without a gate, twice the columns are as many rows of the weight.
-    return how if gated else replace(how, gate_up=replace(how.gate_up, columns=2 * how.gate_up.columns))
+    how = how if gated else replace(how, gate_up=replace(how.gate_up, columns=2 * how.gate_up.columns))
+    gate_up, down = how.gate_up.fitting(how.rows, gated, shared_bytes), how.down.fitting(how.rows, False, shared_bytes)
+    return replace(how, gate_up=gate_up, down=down)
 
 
 def _plan(shape: ExpertsShape, num_sms: int) -> ExpertsLaunch:
@@ -175,7 +184,7 @@ def _changes(planned: ExpertsLaunch, shape: ExpertsShape) -> Iterator[ExpertsLau
             down = replace(gate_up, columns=2 * gate_up.columns)
             for swap in (False, True) if rows <= 2 * FEW_ROWS else (False,):
                 both = replace(base, gate_up=replace(gate_up, swap=swap), down=replace(down, swap=swap))
-                if max(gate_up.shared_bytes(rows, True), down.shared_bytes(rows, False)) <= SHARED_MEMORY:
+                if max(gate_up.shared_bytes(rows, True), down.shared_bytes(rows, False)) <= HOPPER_BYTES:
                     yield both
     if planned.rows <= FEW_ROWS:
         for splits in range(1, MAX_SPLITS + 1):

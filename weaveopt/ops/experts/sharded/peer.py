@@ -30,7 +30,6 @@ from weaveopt.ops.experts.by_expert import ExpertWeights
 from weaveopt.ops.experts.call import ExpertsCall, ExpertsKernel
 from weaveopt.ops.experts.exchange.call import ExpertExchangeCall, RowTraffic, check
 from weaveopt.ops.experts.gpu import MAX_CHOICES, MAX_EXPERTS
-from weaveopt.ops.experts.plan import plan
 from weaveopt.ops.experts.shapes import ExpertOperands, ExpertsShape
 from weaveopt.ops.experts.sharded.buffers import needed, placed
 from weaveopt.ops.experts.sharded.counts import ExchangedCounts
@@ -214,7 +213,7 @@ class PeerExpertExchange:
         return out
 
     def _through_triton(self, received: ExpertOperands, shape: ExpertsShape, slot_tokens: int, stream: int) -> None:
-        how = replace(plan(shape, gpu.num_sms(received.x.device), self._call.gated), splits=1)
+        how = replace(gpu.planned(shape, received.x.device, self._call.gated), splits=1)
         early = how.early and gpu.may_launch_early(received.x.device)
         order, table = gpu.route(received.experts, shape, how, early)
         weights = received.of_experts
