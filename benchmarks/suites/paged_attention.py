@@ -24,6 +24,7 @@ from weaveopt.cost_model import Attention
 from weaveopt.measure.cases.attention.paged import PAGE, paged_operands
 from weaveopt.ops.attention import gpu
 from weaveopt.ops.attention.paged_gpu import attend, plan_paged
+from weaveopt.ops.attention.paged_shapes import PagedOperands
 from weaveopt.ops.attention.shapes import Scores
 
 Tensor = torch.Tensor
@@ -53,6 +54,18 @@ def cases(asked: Asked) -> list[Case]:
     return product(Case, asked.of(MODELS), asked.of(REQUESTS), asked.of(KEYS))
 
 
+def gathered(operands: PagedOperands, mask: Tensor) -> Call:
+    """As transformers: all rows gathered, heads repeated, one attention of all queries under `mask` [queries, keys]."""
+
+    def call(_: int) -> Tensor:
+        rows = operands.rows
+        found = (each.index_select(0, rows.read_index).transpose(0, 1)[None] for each in rows.stored())
+        keys, values = (each.repeat_interleave(operands.group, 1) for each in found)
+        return F.scaled_dot_product_attention(operands.query, keys, values, mask[None, None], scale=SCALE)
+
+    return call
+
+
 class PagedData:
     """The operands of a case."""
 
@@ -67,7 +80,7 @@ class PagedData:
         return lambda _: attend(self.operands, Scores(SCALE))
 
     def gather_sdpa(self) -> Call:
-        case, rows, group = self.case, self.operands.rows, self.operands.group
+        case, rows = self.case, self.operands.rows
         repeated = 2 * 2 * case.requests * case.keys * HEADS[case.model][0] * SIZE
         mask_bytes = 2 * case.requests**2 * case.keys
         if repeated + mask_bytes > MOST_GATHERED_BYTES:
@@ -76,12 +89,7 @@ class PagedData:
         hidden = own[:, None] != own.repeat_interleave(case.keys)
         mask = torch.zeros_like(hidden, dtype=torch.bfloat16).masked_fill_(hidden, torch.finfo(torch.bfloat16).min)
 
-        def call(_: int) -> Tensor:
-            found = (each.index_select(0, rows.read_index).transpose(0, 1)[None] for each in rows.stored())
-            keys, values = (each.repeat_interleave(group, 1) for each in found)
-            return F.scaled_dot_product_attention(self.operands.query, keys, values, mask[None, None], scale=SCALE)
-
-        return call
+        return gathered(self.operands, mask)
 
     def flash_attn(self) -> Call:
         library = importlib.import_module("flash_attn")

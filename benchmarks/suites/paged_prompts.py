@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks import record
 from benchmarks.ranks import Place
 from benchmarks.suite import GPU, Asked, Needs, Setting, Suite
-from benchmarks.suites.paged_attention import HEADS, MOST_GATHERED_BYTES, SCALE, SIZE
+from benchmarks.suites.paged_attention import HEADS, MOST_GATHERED_BYTES, SCALE, SIZE, gathered
 from benchmarks.workloads.attention import Call, times_us, usable
 from weaveopt.cost_model import Attention
 from weaveopt.measure.cases.attention.paged import paged_operands
@@ -62,30 +62,23 @@ class PromptData:
     """The operands of a case."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
-        self.case, (heads, key_heads) = case, HEADS[case.model]
-        self.group, self.operands = heads // key_heads, paged_operands(case.attention, device)
+        self.case, self.operands = case, paged_operands(case.attention, device)
 
     def weave(self) -> Call:
         return lambda _: attend(self.operands, Scores(SCALE))
 
     def gather_sdpa(self) -> Call:
-        case, rows = self.case, self.operands.rows
+        case, device = self.case, self.operands.query.device
         all_queries, all_keys = case.requests * case.queries, case.requests * case.keys
         if 2 * all_queries * all_keys > MOST_GATHERED_BYTES:
             raise ValueError(f"the mask takes {2 * all_queries * all_keys / 1e9:.0f} GB")
-        device = rows.cache.device
         at_query, at_key = torch.arange(all_queries, device=device), torch.arange(all_keys, device=device)
         last = case.keys - case.queries + at_query % case.queries
         admitted = (at_query // case.queries)[:, None] == (at_key // case.keys)[None]
         admitted &= (at_key % case.keys)[None] <= last[:, None]
         mask = torch.zeros_like(admitted, dtype=torch.bfloat16).masked_fill_(~admitted, torch.finfo(torch.bfloat16).min)
 
-        def call(_: int) -> Tensor:
-            found = (each.index_select(0, rows.read_index).transpose(0, 1)[None] for each in rows.stored())
-            keys, values = (each.repeat_interleave(self.group, 1) for each in found)
-            return F.scaled_dot_product_attention(self.operands.query, keys, values, mask[None, None], scale=SCALE)
-
-        return call
+        return gathered(self.operands, mask)
 
     def unpaged(self, backend: SDPBackend) -> Call:
         case, (heads, key_heads) = self.case, HEADS[self.case.model]

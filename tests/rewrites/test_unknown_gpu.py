@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
@@ -17,7 +18,7 @@ from tests.graphs.nonempty import some
 from tests.graphs.preview import fake_group
 from tests.rewrites.test_causal_attention_prices import Sizes, _price
 from weaveopt import backend, cost_model
-from weaveopt.autotune import tune
+from weaveopt.autotune import asked_kernels, tune
 from weaveopt.autotune.asked_kernels import AskedKernel, AskedPrices
 from weaveopt.autotune.device_class import device_class
 from weaveopt.autotune.kernel_timing import KernelTimings
@@ -26,9 +27,11 @@ from weaveopt.config import Config
 from weaveopt.cost_model.timed import ByProfile, KernelShape, KernelTime
 from weaveopt.pipeline.context import GraphContext
 from weaveopt.pipeline.problem import ProblemTemplate
+from weaveopt.pipeline.token_counts import SymbolicCounts
 from weaveopt.records.candidate import LEAVE, Rejection
 from weaveopt.records.price import Price, PriceSource
 from weaveopt.records.report import Decision
+from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.causal_attention.candidates import RULE
 from weaveopt.rule import CapturedGraph, Context, FoundSite, RuleSet
 
@@ -114,6 +117,23 @@ def test_kernels_are_timed_by_default_on_one_gpu(
     assert tune._most_s(captured, context) == budget_s
     with fake_group(2):
         assert tune._most_s(captured, context) == (budget_s if option is not None else 0.0)
+
+
+@pytest.mark.parametrize(("first", "hint"), [(1, 300), (2, 4096), (40, 40)])
+def test_every_count_has_a_timed_one_next_to_it(monkeypatch: pytest.MonkeyPatch, first: int, hint: int) -> None:
+    """On GPUs without a profile, and in no more steps than that takes; on others three counts are timed."""
+    symbolic = SymbolicCounts(hint, {}, first, None, 1, False)
+    monkeypatch.setattr(asked_kernels, "symbolic_counts", lambda *_: symbolic)
+    monkeypatch.setattr(asked_kernels, "tokens_at", lambda _, sites, tokens: {0: TokenCounts(tokens)})
+    known = Context(Config(), cost_model.load("h100x8"), {})
+    unknown = replace(known, machine=replace(known.machine, stands_in=True))
+    timed = {}
+    for name, context in (("known", known), ("unknown", unknown)):
+        found = asked_kernels._counts(mock.Mock(), mock.Mock(), context)
+        timed[name] = sorted({hint, *(each.hint for counts in found for each in counts.values())})
+    assert len(timed["known"]) <= 3 and len(timed["unknown"]) <= 7
+    assert timed["unknown"][0] == first and timed["unknown"][-1] == known.config.max_tokens
+    assert all(after <= before * asked_kernels.WIDEST_STEP for before, after in pairwise(timed["unknown"]))
 
 
 def asked_in_batched_steps(machine: str) -> list[AskedKernel]:

@@ -121,9 +121,7 @@ class AskedPrices:
         )
 
     def _weighed(self, kernel: AskedKernel, before: Sequence[Problem], relative_error: float) -> AskedKernel:
-        error = max(relative_error, error_us_of(kernel.us) / kernel.us if kernel.us > 0.0 else 0.0)
-        if not kernel.is_known:
-            error = ANY_TIME
+        error = max(relative_error, error_us_of(kernel.us) / kernel.us) if kernel.is_known else ANY_TIME
         context = self._with(_Off(replace(kernel.shape, layout=""), 1.0 + error))
         loss_us, turns = 0.0, dict[int, None]()
         for counts, problem in zip(self._counts, before, strict=True):
