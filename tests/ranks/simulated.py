@@ -50,6 +50,7 @@ class EqualRanks(dist.ProcessGroup):
     def __init__(self, rank: int, world: int) -> None:
         super().__init__(rank, world)
         self._rank, self._world = rank, world
+        self._name = ""
 
     def size(self) -> int:
         return self._world
@@ -59,7 +60,9 @@ class EqualRanks(dist.ProcessGroup):
 
     @property
     def pg_name(self) -> str:
-        return str(dist.distributed_c10d._world.pg_names[self])
+        # torch's own groups keep their names when they are destroyed, and torch keeps meshes of such groups.
+        self._name = str(dist.distributed_c10d._world.pg_names.get(self, self._name))
+        return self._name
 
     @property
     def group_name(self) -> str:

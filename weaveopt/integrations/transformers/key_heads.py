@@ -145,30 +145,32 @@ class ReplicatedKeyHeads(LocalParamsParallel):
         heads, world = _num_key_heads(module), mesh.size()
         if heads % world:
             _check(type(module).__name__, module, world)
+            # Its name is enough: Dynamo need not trace how a mesh finds a group.
+            replicas = str(_grid(mesh, heads).get_group(1).group_name)
             for _, linear in _projections(module):
                 setattr(linear, _MARK, heads)
                 # Output features of all ranks together.
                 linear.out_features = linear.out_features // heads * world
-                linear.forward = functools.partial(_linear, linear, linear.forward)  # type: ignore[method-assign]
+                linear.forward = functools.partial(_linear, linear, linear.forward, replicas)  # type: ignore[method-assign]
             groups = module.num_key_value_groups
             assert isinstance(groups, int)
             module.num_key_value_groups = groups * heads // world  # type: ignore[assignment]
         return super().install_forward(module, mesh)  # type: ignore[no-any-return]
 
 
-def _linear(module: nn.Linear, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`forward(x)` on this rank's part. Gradients of the weights are summed over the replicas."""
+def _linear(module: nn.Linear, forward: Callable[[Tensor], Tensor], replicas: str, x: Tensor) -> Tensor:
+    """`forward(x)` on this rank's part. Gradients of the weights are summed over the group `replicas`."""
     if not torch.is_grad_enabled():
         return forward(x)  # transformers has put the local parts in
     if isinstance(x, DTensor):
         x = x.to_local(grad_placements=[Partial()])
-    return functional.linear(x, _local(module.weight), None if module.bias is None else _local(module.bias))
+    bias = None if module.bias is None else _local(module.bias, replicas)
+    return functional.linear(x, _local(module.weight, replicas), bias)
 
 
-def _local(weight: Tensor) -> Tensor:
+def _local(weight: Tensor, replicas: str) -> Tensor:
     assert isinstance(weight, DTensor)
-    group = weight.device_mesh.get_group(1).group_name
-    return _GradientOfAllReplicas.apply(weight.to_local(), group)  # type: ignore[no-any-return]
+    return _GradientOfAllReplicas.apply(weight.to_local(), replicas)  # type: ignore[no-any-return]
 
 
 class _GradientOfAllReplicas(torch.autograd.Function):
