@@ -13,7 +13,7 @@ import pytest
 from tests.graphs.nonempty import some
 from tests.house.test_rooms import LAYERS
 from weaveopt import cost_model
-from weaveopt.autotune.tune import ALONE_BUDGET_S
+from weaveopt.autotune.tune import GPU_BUDGET_S
 from weaveopt.config import BUILD_VARIABLES, OPTIONS, Option
 from weaveopt.records.candidate import Fabric
 from weaveopt.reporting.document import SCHEMA
@@ -47,7 +47,7 @@ def test_every_option_is_documented(option: Option) -> None:
     assert (variable, meaning) == (f"`{option.env}`", option.help)
     number = f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
     if option.is_number:
-        number = f"{ALONE_BUDGET_S:g} on one GPU, else 0"
+        number = f"{GPU_BUDGET_S:g} on GPUs, else 0"
     assert default == ("none" if option.default in ((), None) and not option.is_number else number)
     assert f"`{option.name}`" in README.read_text()
 

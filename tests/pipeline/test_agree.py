@@ -253,8 +253,11 @@ def test_profiles_that_differ_are_an_error_wherever_they_are(tmp_path: Path) -> 
         assert text.startswith("AgreementError: ") and "differ in constants of the machine profile" in text
 
 
-def run_mesh(rank: int) -> tuple[list[Found], list[float]]:
-    """TP 2 x DP 2: batches of each data-parallel rank's own sizes, a metric summed over the data-parallel group."""
+def run_mesh(rank: int, own: Config | None = None) -> tuple[list[Found], list[float]]:
+    """TP 2 x DP 2: batches of each data-parallel rank's own sizes, a metric summed over the data-parallel group.
+
+    With an `own` configuration kernels are timed.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     tp, dp = mesh["tp"].get_group(), mesh["dp"].get_group()
     w = forms.make_weights(torch.float32)
@@ -266,8 +269,8 @@ def run_mesh(rank: int) -> tuple[list[Found], list[float]]:
         return normalized, torch.distributed._functional_collectives.all_reduce(loss, "avg", dp)
 
     reports: list[GraphReport] = []
-    own = Config(force=(RULE,))  # default timeouts
-    compiled = torch.compile(step, backend=executing(own, reports), dynamic=False)
+    config = own or Config(force=(RULE,))  # default timeouts
+    compiled = torch.compile(step, backend=executing(config, reports, tunes=own is not None), dynamic=False)
     took = []
     sizes = ((3, 4, 3, 5, 4, 6), (3, 3, 3, 7, 7, 3))[rank // 2]
     with torch.no_grad():
@@ -287,11 +290,15 @@ def test_data_parallel_ranks_have_batches_of_their_own() -> None:
         assert max(took) < 20.0, took
 
 
-def run_recompile_of_a_known_plan(rank: int) -> list[bool]:
-    """One rank's input has other strides in the third call: the plan is the same, the others do not compile."""
+def run_recompile_of_a_known_plan(rank: int, own: Config | None = None) -> list[bool]:
+    """One rank's input has other strides in the third call: the plan is the same, the others do not compile.
+
+    With an `own` configuration kernels are timed.
+    """
     reports: list[GraphReport] = []
     block = two_layers(rank)
-    compiled = torch.compile(block, backend=executing(config(), reports), dynamic=False)
+    backend = executing(own or config(), reports, tunes=own is not None)
+    compiled = torch.compile(block, backend=backend, dynamic=False)
     with torch.no_grad():
         for call in range(5):
             x, residual = inputs(rank)

@@ -15,7 +15,6 @@ import weaveopt
 from tests.graphs.batching import compiled, prompts, tokens
 from tests.graphs.generating import build
 from tests.graphs.nonempty import some
-from tests.graphs.preview import fake_group
 from tests.rewrites.test_causal_attention_prices import Sizes, _price
 from weaveopt import backend, cost_model
 from weaveopt.autotune import asked_kernels, tune
@@ -105,18 +104,12 @@ def test_times_of_other_kernels_decide_nothing(times: list[Times]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "groups", "option", "budget_s"),
-    [("h100x2", (), None, 5.0), ("h100x2", ("tp",), None, 0.0), ("cpu", (), None, 0.0), ("h100x2", ("tp",), 3.0, 3.0),
-     ("h100x2", (), 0.0, 0.0)],
-)  # fmt: skip
-def test_kernels_are_timed_by_default_on_one_gpu(
-    machine: str, groups: tuple[str, ...], option: float | None, budget_s: float
-) -> None:
-    captured = mock.Mock(groups=groups)
+    ("machine", "option", "budget_s"),
+    [("h100x2", None, 5.0), ("cpu", None, 0.0), ("h100x2", 3.0, 3.0), ("cpu", 3.0, 3.0), ("h100x2", 0.0, 0.0)],
+)
+def test_kernels_are_timed_by_default_on_gpus(machine: str, option: float | None, budget_s: float) -> None:
     context = Context(Config(tune_budget_s=option), cost_model.load(machine), {})
-    assert tune._most_s(captured, context) == budget_s
-    with fake_group(2):
-        assert tune._most_s(captured, context) == (budget_s if option is not None else 0.0)
+    assert tune._most_s(context) == budget_s
 
 
 @pytest.mark.parametrize(("first", "hint"), [(1, 300), (2, 4096), (40, 40)])
@@ -173,7 +166,7 @@ def test_a_step_is_decided_by_what_was_timed(
     taken_us = {"paged": 50.0, "masked": 900.0, "sdpa": 1500.0}
 
     def timed(kernels: Sequence[AskedKernel], device: torch.device, budget_s: float, _: int) -> KernelTimings:
-        assert device.type == "cuda" and 0.0 < budget_s <= tune.ALONE_BUDGET_S
+        assert device.type == "cuda" and 0.0 < budget_s <= tune.GPU_BUDGET_S
         rows = [(each, each.shape.kernel.split()[1:2]) for each in kernels]
         found = [(each, taken_us[name[0]] if name else each.us) for each, name in rows if name != [left]]
         return KernelTimings(tuple(KernelTime(each.shape, us, 0.01) for each, us in found))
@@ -183,7 +176,7 @@ def test_a_step_is_decided_by_what_was_timed(
     monkeypatch.setattr(tune, "_against", lambda *_: None)
     monkeypatch.setattr(tune, "runs_on_gpu", lambda _: True)
     monkeypatch.setattr(tune, "device_class", lambda *_: device_class("cpu", 1))
-    options = {"machine": "h100x8", "strict": True, "tune_budget_s": tune.ALONE_BUDGET_S, "tune_cache": str(tmp_path)}
+    options = {"machine": "h100x8", "strict": True, "tune_budget_s": tune.GPU_BUDGET_S, "tune_cache": str(tmp_path)}
     torch._dynamo.reset()
     model = build("llama", num_hidden_layers=1, head_dim=64).to(torch.bfloat16)
     assert len(tokens(model, prompts(12), compiled(options), new=2)) == 12

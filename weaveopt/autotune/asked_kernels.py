@@ -85,16 +85,20 @@ class AskedPrices:
     def __init__(self, captured: CapturedGraph, frame: ProblemTemplate, context: Context) -> None:
         self._captured, self._frame, self._context = captured, frame, context
         self._counts = _counts(captured, frame, context)
+        self.groups: tuple[str, ...] = ()
+        """Groups in which a site may be rewritten at one of the counts, sorted; known once `kernels` was called."""
 
     def kernels(self) -> tuple[AskedKernel, ...]:
         """Every kernel that a price at one of the counts rests on, each layout once."""
         asked = _Asked()
-        context = self._with(asked)
+        context, groups = self._with(asked), set[str]()
         for counts in self._counts:
             problem = self._frame.problem(counts, context)
+            groups.update(group for each in problem.sites if each.choices for group in each.found.site.groups)
             if counts == self._counts[0]:
                 found = price(self._captured, self._frame, problem, context)
                 _ = found.baseline  # the rest of the graph
+        self.groups = tuple(sorted(groups))
         stored = {replace(shape, layout="") for shape in asked.us_of if shape.layout}
         layouts = {replace(shape, size=0, layout=""): shape.layout for shape in asked.us_of if shape.layout}
         kernels = {}

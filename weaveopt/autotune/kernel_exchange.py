@@ -1,26 +1,33 @@
 """Exchange of kernel times between the ranks of a graph: all of them use the longest, whatever each measured.
 
-A rank that does not come, because a step failed there or an option differs, costs the others a bounded wait and the
-times, and no compile: profiles decide then, in this group from then on. Every exchange has keys of its own, so a rank
-that gave up and one that came late never read each other's answers as those to another question.
+It takes place in the groups in which a site of this rank may be rewritten, by rounds of its own (`fabrics.rounds`). A
+rank that compiles alone hears within seconds that its peers are past this point. One that does not come, because an
+option differs, costs the others a bounded wait and the times, and no compile: profiles decide then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from weaveopt.autotune.rank_agreement import SPREADS
 from weaveopt.cost_model.timed import KernelShape, KernelTime
 from weaveopt.errors import AgreementError
-from weaveopt.fabrics.topology import Group, RecordExchange, Topology
+from weaveopt.fabrics import topology
+from weaveopt.fabrics.rounds import KERNELS, Closed, Rounds, Why, digest
+from weaveopt.inductor.dynamo import Compile
+from weaveopt.pipeline.shared_facts import collectives_of
+from weaveopt.rule import CapturedGraph, Context
+from weaveopt.wording import listed
 
-WHAT = "times of local kernels (option tune_budget_s)"
 LONGEST_WAIT_S = 60.0
 """For a peer that is still tracing; beyond it the profile decides."""
-_gave_up: set[tuple[str, tuple[int, ...]]] = set()
-_num_graphs: dict[tuple[str, tuple[int, ...]], int] = {}
+_gave_up: weakref.WeakSet[Rounds] = weakref.WeakSet()
+"""Groups some rank of which did not come in time: nobody asks there again."""
 
 
 def forget() -> None:
@@ -41,39 +48,103 @@ class SharedTimes:
     """Most kernels that a rank has no time of."""
 
 
-class KernelExchange:
-    """The ranks of all groups that one graph communicates in; without any, this rank alone."""
+@dataclass(frozen=True)
+class _Channel:
+    """One group in which ranks exchange times of one graph."""
 
-    def __init__(self, topologies: Iterable[Topology], timeout_s: float) -> None:
-        self._timeout_s = min(timeout_s, LONGEST_WAIT_S)
-        groups = sorted((each.group for each in topologies if each.world > 1), key=lambda group: group.name)
-        self._channels = []
-        for group in groups:
-            key = (group.name, group.ranks)
-            number = _num_graphs[key] = _num_graphs.get(key, 0) + 1
-            self._channels.append(RecordExchange(Group(f"{group.name}/kernels/{number}", group.ranks, group.rank)))
-        self._keys = [(group.name, group.ranks) for group in groups]
+    ranks: tuple[int, ...]
+    rounds: Rounds
+    graph: str
+    """Digest of the graph's collectives in the group."""
+    guard: str
+
+    def tell(self, document: Mapping[str, object], timeout_s: float) -> int | Closed:
+        """Publish a document. Raises `NoAgreementError` where the store fails."""
+        try:
+            return self.rounds.publish(json.dumps({**document, "graph": self.graph}), self.graph, timeout_s, KERNELS)
+        except AgreementError as error:
+            raise NoAgreementError(str(error)) from None
+
+    def gather(self, document: Mapping[str, object], timeout_s: float) -> list[dict[str, Any]]:
+        """The documents of all ranks. Raises `NoAgreementError` where they have none about the same."""
+        found: object = self.tell(document, timeout_s)
+        if isinstance(found, int):
+            try:
+                found = self.rounds.collect(found, self.graph, self.guard, timeout_s, KERNELS)
+            except AgreementError as error:
+                raise NoAgreementError(str(error)) from None
+        if isinstance(found, Closed):
+            if found.why is Why.LATE:
+                _gave_up.add(self.rounds)
+                raise NoAgreementError(f"{listed('rank', found.peers)} did not come within {timeout_s:g} s")
+            raise NoAgreementError(f"{listed('rank', found.peers)} went on without compiling such a graph")
+        assert isinstance(found, tuple)
+        told = [json.loads(text) for text in found]
+        for rank, each in zip(self.ranks, told, strict=True):
+            if each["why"]:
+                raise NoAgreementError(f"rank {rank}: {each['why']}")
+            if (each["graph"], each["step"]) != (self.graph, document["step"]):
+                raise NoAgreementError(f"rank {rank} compiled another graph")
+        return told
+
+
+class KernelExchange:
+    """The ranks of those groups of one graph in which this rank may rewrite a site; without any, this rank alone."""
+
+    def __init__(
+        self, captured: CapturedGraph, groups: Iterable[str], compile_: Compile, context: Context
+    ) -> None:  # fmt: skip
+        self._longest_s = context.config.compile_timeout_s
+        real = [
+            name for name, known in context.topologies.items()
+            if name in captured.groups and known.world > 1 and not known.fake
+        ]  # fmt: skip
+        asked = set(groups)
+        channels = {name: self._channel(name, captured, compile_, context) for name in sorted(real)}
+        self._channels = [channel for name, channel in channels.items() if name in asked]
+        if compile_.attempt == 0:  # else it may be alone, and a document would be read as the next graph's
+            for name in channels.keys() - asked:
+                self._decline(channels[name], "has no site to rewrite in the group")
+
+    def _channel(self, name: str, captured: CapturedGraph, compile_: Compile, context: Context) -> _Channel:
+        graph = digest(collectives_of(name, captured.graph))
+        rounds = topology.rounds(name, context.config.compile_timeout_s)
+        return _Channel(context.topologies[name].group.ranks, rounds, graph, compile_.guard)
 
     def shared(self, times: Iterable[KernelTime], num_missing: int, more_s: float = 0.0) -> SharedTimes:
         """The longest time of each kernel over all ranks that have one, the same on all ranks.
 
-        `more_s`: how much later than this rank another one may come. Raises `NoAgreementError`.
+        `more_s`: how much later than this rank another one may come, which times kernels. Raises `NoAgreementError`.
         """
-        if _gave_up.intersection(self._keys):
+        if any(channel.rounds in _gave_up for channel in self._channels):
             raise NoAgreementError("ranks of the group did not come to an earlier exchange")
         known, missing = {each.shape: each for each in times}, num_missing
-        for _ in range(SPREADS if len(self._channels) > 1 else 1):
-            for channel, key in zip(self._channels, self._keys, strict=True):
-                payload: dict[str, str | int] = {"times": json.dumps(_rows(known)), "missing": missing}
+        timeout_s = min(self._longest_s, LONGEST_WAIT_S) + more_s
+        spreads: list[_Channel] = []
+        """Groups of which a rank exchanges times in others too."""
+        for number in range(SPREADS):
+            channels = spreads if number else self._channels
+            for at, channel in enumerate(channels):
+                document = {
+                    "why": "", "step": f"{'timed' if more_s else 'known'} {number}", "groups": len(self._channels),
+                    "missing": missing, "times": _rows(known),
+                }  # fmt: skip
                 try:
-                    told = channel.gather(payload, WHAT, self._timeout_s + more_s)
-                except AgreementError as error:
-                    _gave_up.add(key)
-                    raise NoAgreementError(str(error)) from None
-                missing = max(int(each["missing"]) for each in told)
+                    told = channel.gather(document, timeout_s)
+                except NoAgreementError as error:
+                    for other in (*channels[at + 1 :], *(spreads if number == 0 else ())):
+                        self._decline(other, str(error))
+                    raise
+                missing = max(each["missing"] for each in told)
+                if number == 0 and max(each["groups"] for each in told) > 1:
+                    spreads.append(channel)
                 for each in told:
-                    _take(known, json.loads(str(each["times"])))
+                    _take(known, each["times"])
         return SharedTimes(known, missing)
+
+    def _decline(self, channel: _Channel, why: str) -> None:
+        with contextlib.suppress(NoAgreementError):
+            channel.tell({"why": why}, self._longest_s)
 
 
 Row = tuple[str, str, int, list[int], str, float, float]
@@ -86,7 +157,7 @@ def _rows(times: Mapping[KernelShape, KernelTime]) -> list[Row]:
     ]
 
 
-def _take(known: dict[KernelShape, KernelTime], rows: Iterable[Row]) -> None:
+def _take(known: dict[KernelShape, KernelTime], rows: Sequence[Row]) -> None:
     """Keep the longest time and the widest spread of each kernel."""
     for kernel, dtype, size, rest, layout, us, spread in rows:
         shape = KernelShape(kernel, dtype, size, tuple(rest), layout)

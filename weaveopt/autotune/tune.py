@@ -2,15 +2,16 @@
 
 Where the graph is compiled on the devices of its machine, each kernel that a price asks for (`asked_kernels`) is timed
 once at its exact shape, by all ranks at once, within a budget, what may turn a choice first. All ranks then use the
-longest times, and keep them on disk. Where no device is there, nothing is timed, and the report says which choices
-rest on a price between measured ones.
+longest times, and keep them on disk. A rank that compiles a frame again takes what its ranks agreed on before. Where no
+device is there, nothing is timed, and the report says which choices rest on a price between measured ones.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,12 @@ from weaveopt.autotune.kernel_timing import KernelTimings, time_kernels
 from weaveopt.config import LONGEST_S
 from weaveopt.cost_model.gemm import was_measured
 from weaveopt.cost_model.timed import NOTHING_TIMED, KernelShape, KernelTime, TimedKernels
+from weaveopt.fabrics import topology
 from weaveopt.graph.facts import runs_on_gpu
 from weaveopt.graph.values import bytes_of, tensors_of
+from weaveopt.inductor.dynamo import Compile, current_compile
 from weaveopt.pipeline.compilation import Tunes
+from weaveopt.pipeline.frame_memory import FrameMemory
 from weaveopt.pipeline.problem import ProblemTemplate
 from weaveopt.records.report import Doubt, KernelReport
 from weaveopt.rule import CapturedGraph, Context, FoundSite, RuleSet
@@ -37,9 +41,8 @@ SECONDS_A_NODE = 0.0025
 SECONDS_A_GRAPH = 0.2
 """Share of the budget that every graph brings: to generate its code takes seconds."""
 
-ALONE_BUDGET_S = 5.0
-"""Budget where the option says none, on a GPU without peers: ranks exchange their times, so one that compiles again
-alone would wait for the others. Processes on CPUs share cores with whatever else runs on the host."""
+GPU_BUDGET_S = 5.0
+"""Budget on GPUs where the option says none. Processes on CPUs share cores with whatever else runs on the host."""
 
 SECONDS_A_STAND_IN = 2.0
 """Least budget of a graph on GPUs without a profile, where nothing but times decides."""
@@ -63,6 +66,35 @@ class Tuned:
 NOT_TUNED = Tuned()
 
 
+@dataclass
+class _AgreedTimes:
+    """Times that the ranks of one frame's groups agreed on."""
+
+    groups: tuple[weakref.ref[dist.ProcessGroup], ...] = ()
+    times: dict[KernelShape, KernelTime] = field(default_factory=dict)
+    budgets: dict[KernelShape, float] = field(default_factory=dict)
+    """Kernel -> the largest budget under which the ranks asked for its time."""
+
+    def settles(self, asked: Sequence[AskedKernel], groups: Sequence[str], budget_s: float) -> bool:
+        """True if the same ranks asked for all these times before, and nothing more is to be had."""
+        now = [topology.process_group(name) for name in groups]
+        if [reference() for reference in self.groups] != now:
+            return False
+        return all(each.shape in self.times or self.budgets.get(each.shape, -1.0) >= budget_s for each in asked)
+
+    def keep(
+        self, asked: Sequence[AskedKernel], groups: Sequence[str], budget_s: float,
+        times: Mapping[KernelShape, KernelTime],
+    ) -> None:  # fmt: skip
+        self.groups = tuple(weakref.ref(topology.process_group(name)) for name in groups)
+        self.times.update(times)
+        for each in asked:
+            self.budgets[each.shape] = max(budget_s, self.budgets.get(each.shape, 0.0))
+
+
+_memories = FrameMemory(_AgreedTimes)
+
+
 def tune(
     captured: CapturedGraph, sites: Sequence[FoundSite] | None, rules: RuleSet, context: Context, asked: Tunes
 ) -> Tuned:
@@ -82,17 +114,19 @@ def tune(
     per_host = max((each.world // each.num_hosts for each in topologies), default=1)
     store = KernelStore(folder_of(context.config.tune_cache), device_class(device, per_host))
     tuning = _Tuning(captured, sites, rules, context, store, torch.device(device))
+    compile_ = current_compile()
+    memory = _memories.of(compile_)
     try:
-        return tuning.run(KernelExchange(topologies, context.config.compile_timeout_s))
+        return tuning.run(compile_, memory)
     except NoAgreementError as error:
-        return Tuned(line=f"no kernel was timed: {error}")
+        return Tuned(TimedKernels(memory.times.values()), line=f"no kernel was timed: {error}")
 
 
 def _against(captured: CapturedGraph, context: Context, device: str) -> str | None:
     """Why nothing is timed; the same on all ranks. Empty where that is not worth a line."""
     machine = context.machine
     topologies = [context.topologies[name] for name in captured.groups]
-    if _most_s(captured, context) <= 0.0 or any(known.fake for known in topologies):
+    if _most_s(context) <= 0.0 or any(known.fake for known in topologies):
         return ""
     if machine.device != device or (device == "cuda" and not torch.cuda.is_available()):
         return ""
@@ -101,12 +135,11 @@ def _against(captured: CapturedGraph, context: Context, device: str) -> str | No
     return None
 
 
-def _most_s(captured: CapturedGraph, context: Context) -> float:
-    """The option `tune_budget_s`, or its default for this graph."""
+def _most_s(context: Context) -> float:
+    """The option `tune_budget_s`, or its default for this machine."""
     asked_s = context.config.tune_budget_s
     if asked_s is None:
-        has_peers = bool(captured.groups) or (dist.is_initialized() and dist.get_world_size() > 1)
-        return ALONE_BUDGET_S if context.machine.device == "cuda" and not has_peers else 0.0
+        return GPU_BUDGET_S if context.machine.device == "cuda" else 0.0
     return asked_s
 
 
@@ -129,9 +162,13 @@ class _Tuning:
         self._prices = AskedPrices(self._captured, frame, self._context)
         self._asked = self._prices.kernels()
 
-    def run(self, exchange: KernelExchange) -> Tuned:
+    def run(self, compile_: Compile, memory: _AgreedTimes) -> Tuned:
         """Exchange what is known, time what some rank lacks, and exchange again. Raises `NoAgreementError`."""
-        found, budget_s = self._store.read(), self._budget_s()
+        budget_s = self._budget_s()
+        groups = () if self._prices is None else self._prices.groups
+        if compile_.attempt and memory.settles(self._asked, groups, budget_s):
+            return self._tuned(memory.times, len(memory.times), KernelTimings(()), 0.0)
+        exchange, found = KernelExchange(self._captured, groups, compile_, self._context), self._store.read()
         known = {each.shape: found.times[each.shape] for each in self._asked if each.shape in found.times}
         num_known = len(known)
         missing = [each for each in self._asked if not found.is_settled(each.shape, budget_s)]
@@ -149,6 +186,12 @@ class _Tuning:
         left += [LeftKernel(shape, LONGEST_S) for shape in timings.failed]
         if (learned or left) and not self._store.add(learned, left):
             self._failure = self._failure or f"{self._store.folder} cannot be written"
+        memory.keep(self._asked, groups, budget_s, times)
+        return self._tuned(times, num_known, timings, took_s)
+
+    def _tuned(
+        self, times: Mapping[KernelShape, KernelTime], num_known: int, timings: KernelTimings, took_s: float
+    ) -> Tuned:
         rows = self._rows(times)
         unsteady = sum(each.shape in times for each in self._asked) - len(rows)
         return Tuned(TimedKernels(times.values()), rows, self._line(num_known, timings, took_s, unsteady))
@@ -165,7 +208,7 @@ class _Tuning:
     def _budget_s(self) -> float:
         least_s = SECONDS_A_STAND_IN if self._context.machine.stands_in else SECONDS_A_GRAPH
         by_size = max(least_s, SECONDS_A_NODE * len(self._captured.graph.nodes))
-        return min(_most_s(self._captured, self._context), by_size)
+        return min(_most_s(self._context), by_size)
 
     def _attempt(self, work: Callable[[], None]) -> None:
         """Do a part of the work that peers need not hear of when it fails."""

@@ -5,6 +5,8 @@ others' documents waits for them. A wait ends when all documents are there, or w
 point: it has begun a rewritten call, or issued a collective, that the waiting rank has not. Such a peer never comes.
 Then the round is closed, with the same result for all ranks: whichever of "complete" and "closed" is stored first
 counts.
+
+Rounds of different subjects are numbered apart: a rank that skips one subject does not answer for another.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from weaveopt.fabrics.positions import Address, Position
 from weaveopt.fabrics.stores import bounded
 
 WHAT = "agreement on the plan"
+KERNELS = "times of local kernels (option tune_budget_s)"
 _COMPLETE = "complete"
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.05
 _ASK_AFTER_S, _ASK_EVERY_S = 1.0, 2.0
@@ -70,7 +73,8 @@ class Rounds:
         self._name, self._ranks, self._index = name, tuple(ranks), index
         self._pg = weakref.ref(pg)
         self._store, self._host = store, host
-        self._round = 0
+        self._next: dict[str, int] = {}
+        """Subject -> number of this rank's next round."""
         self._address: Address | None = None
         self._peers: dict[int, Address] = {}
         """Addresses of the other ranks that were read, by index: the store may be gone with a rank."""
@@ -91,8 +95,8 @@ class Rounds:
             collectives = -1 if pg is None else int(pg._get_sequence_number_for_group())  # type: ignore[attr-defined]
         return Position(self.calls, collectives)
 
-    def publish(self, document: str, skeleton: str, timeout_s: float) -> int | Closed:
-        """Stores this rank's document for its next round, and returns the number of that round.
+    def publish(self, document: str, skeleton: str, timeout_s: float, what: str = WHAT) -> int | Closed:
+        """Stores this rank's document for its next round about `what`, and returns the number of that round.
 
         A round that another rank closed while it compiled a graph of the same collectives is this graph's: it is
         returned. One that was closed for another graph is passed over. Raises `AgreementError` where the store fails.
@@ -101,27 +105,30 @@ class Rounds:
         def work() -> int | Closed:
             self._serve()
             while True:
-                number = self._round
-                self._round += 1
-                closed = self._closed(number)
+                number = self._next.get(what, 0)
+                self._next[what] = number + 1
+                closed = self._closed(_place(what, number))
                 if closed is None:
-                    self._store.set(self._key(number, self._index), document)
+                    self._store.set(f"{_place(what, number)}/{self._index}", document)
                     return number
                 if closed.skeleton == skeleton:
                     return closed
 
-        return bounded(work, self.where, WHAT, timeout_s)
+        return bounded(work, self.where, what, timeout_s)
 
-    def collect(self, number: int, skeleton: str, reason: str, timeout_s: float) -> tuple[str, ...] | Closed:
+    def collect(
+        self, number: int, skeleton: str, reason: str, timeout_s: float, what: str = WHAT
+    ) -> tuple[str, ...] | Closed:
         """Collect all ranks' documents of a round, in group order, or how it was closed. Raises as `publish`."""
-        return bounded(lambda: self._collect(number, skeleton, reason, timeout_s), self.where, WHAT, timeout_s)
+        place = _place(what, number)
+        return bounded(lambda: self._collect(place, skeleton, reason, timeout_s), self.where, what, timeout_s)
 
     def settle(self, number: int, wait_s: float = 5.0) -> None:
         """Make rank 0, which may host the store, wait until all ranks have read a round, for ranks that are about to
         raise because of it."""
         if self.rank != 0:
             return
-        keys = [f"{self._key(number, index)}/read" for index in range(len(self._ranks))]
+        keys = [f"{_place(WHAT, number)}/{index}/read" for index in range(len(self._ranks))]
 
         def work() -> None:
             deadline = time.monotonic() + wait_s
@@ -195,23 +202,20 @@ class Rounds:
         with contextlib.suppress(AgreementError):
             bounded(lambda: self._store.add(f"compiling/{self._index}", amount), self.where, WHAT, _WORDS_S)
 
-    def _key(self, number: int, index: int) -> str:
-        return f"round/{number}/{index}"
-
-    def _closed(self, number: int) -> Closed | None:
-        key = f"round/{number}/settled"
+    def _closed(self, place: str) -> Closed | None:
+        key = f"{place}/settled"
         if not self._store.check([key]):
             return None
         return _parsed(self._store.get(key).decode())
 
-    def _collect(self, number: int, skeleton: str, reason: str, timeout_s: float) -> tuple[str, ...] | Closed:
-        keys = [self._key(number, index) for index in range(len(self._ranks))]
+    def _collect(self, place: str, skeleton: str, reason: str, timeout_s: float) -> tuple[str, ...] | Closed:
+        keys = [f"{place}/{index}" for index in range(len(self._ranks))]
         began = time.monotonic()
         ask_at, pause = began + _ASK_AFTER_S, _FIRST_PAUSE_S
         while True:
             if self._store.check(keys):
-                return self._close(number, _COMPLETE) or self._read(number, keys)
-            closed = self._closed(number)
+                return self._close(place, _COMPLETE) or self._read(place, keys)
+            closed = self._closed(place)
             if closed is not None:
                 return closed
             now = time.monotonic()
@@ -225,19 +229,19 @@ class Rounds:
             if why is not None and missing:
                 peers = tuple(self._ranks[index] for index in missing)
                 record = Closed(why, self.rank, peers, skeleton, reason)
-                return self._close(number, json.dumps(asdict(record))) or self._read(number, keys)
+                return self._close(place, json.dumps(asdict(record))) or self._read(place, keys)
             time.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE_S)
 
-    def _close(self, number: int, word: str) -> Closed | None:
+    def _close(self, place: str, word: str) -> Closed | None:
         """Settles the round, unless it is settled already; None where it is complete."""
-        return _parsed(self._store.compare_set(f"round/{number}/settled", "", word).decode())
+        return _parsed(self._store.compare_set(f"{place}/settled", "", word).decode())
 
-    def _read(self, number: int, keys: Sequence[str]) -> tuple[str, ...]:
+    def _read(self, place: str, keys: Sequence[str]) -> tuple[str, ...]:
         found = tuple(self._store.get(key).decode() for key in keys)
         self._read_peers()
         with contextlib.suppress(RuntimeError):  # where the store is gone by now, no rank waits for this one
-            self._store.set(f"{self._key(number, self._index)}/read", "")
+            self._store.set(f"{place}/{self._index}/read", "")
         return found
 
     def _ask(self, missing: Sequence[int]) -> tuple[Why | None, list[int]]:
@@ -257,6 +261,11 @@ class Rounds:
 
 def digest(texts: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+
+
+def _place(what: str, number: int) -> str:
+    """The prefix of a round's records in the store."""
+    return f"round/{what}/{number}"
 
 
 def _parsed(word: str) -> Closed | None:

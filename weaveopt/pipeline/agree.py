@@ -23,6 +23,7 @@ from weaveopt.fabrics.arena import transport
 from weaveopt.fabrics.rounds import WHAT, Closed, Why
 from weaveopt.inductor.dynamo import Compile, current_compile
 from weaveopt.pipeline.decide import DecidedGraph, decide
+from weaveopt.pipeline.frame_memory import FrameMemory
 from weaveopt.pipeline.plan import Planned, plan
 from weaveopt.pipeline.price import PricedGraph
 from weaveopt.pipeline.shared_facts import CODE, Document, Verdict, compare, document
@@ -115,7 +116,7 @@ class _Agreement:
 
     def agree_on_groups(self) -> Agreed:
         planned = plan(self.current, self.rules, self.context)
-        memory = _memory_of(self.compile)
+        memory = _memories.of(self.compile)
         waiting = [group for group in self.groups if self._rewrites(group) or memory.rewrote(group)]
         key = tuple(self._document(group, planned).encode() for group in waiting)
         if key and (before := memory.agreed(key, waiting)) is not None:
@@ -296,15 +297,4 @@ class _Comparisons:
         self.plans[key] = (dict(left), tuple(weakref.ref(topology.process_group(group)) for group in groups))
 
 
-_memories: dict[int, _Comparisons] = {}
-_last_compile: tuple[int, int] | None = None
-
-
-def _memory_of(compile_: Compile) -> _Comparisons:
-    """The memory of the frame that is compiled; a new one where Dynamo compiles it for the first time."""
-    global _last_compile
-    this = (compile_.frame, compile_.attempt)
-    if compile_.frame < 0 or (compile_.attempt == 0 and this != _last_compile):
-        _memories.pop(compile_.frame, None)
-    _last_compile = this
-    return _Comparisons() if compile_.frame < 0 else _memories.setdefault(compile_.frame, _Comparisons())
+_memories = FrameMemory(_Comparisons)
