@@ -6,7 +6,7 @@ separate last layer (the norm after it is the model's final norm), gives the sam
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -88,6 +88,17 @@ def decoder_layers(model: nn.Module, config: PreTrainedConfig) -> list[nn.Module
     return []
 
 
+def structures_of(kinds: Iterable[Hashable]) -> tuple[Hashable, ...]:
+    """The same without numbers such as a residual's scale, which may follow from how many layers a model has."""
+
+    def whole(part: Hashable) -> Hashable:
+        if isinstance(part, tuple):
+            return tuple(map(whole, part))
+        return float if isinstance(part, float) and part not in (0.0, 1.0) else part
+
+    return tuple(map(whole, kinds))
+
+
 def _kind(layer: nn.Module) -> Hashable:
     parts: list[Hashable] = []
     for name, module in layer.named_modules():
@@ -102,12 +113,14 @@ def _kind(layer: nn.Module) -> Hashable:
 
 
 def shortened(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
-    """A copy of the configuration with `num_layers` layers; lists with one entry a layer are cut too."""
+    """A copy of the configuration with `num_layers` layers; what has one entry a layer is cut too."""
     total = config.num_hidden_layers
     data = config.to_dict()
     for key, value in data.items():
         if isinstance(value, list) and len(value) == total:
             data[key] = value[:num_layers]
+    if isinstance(own := data.get("per_layer_config"), dict):  # by the layer's number: what it has of its own
+        data["per_layer_config"] = {at: value for at, value in own.items() if int(at) < num_layers}
     data["num_hidden_layers"] = num_layers
     return type(config).from_dict(data)
 

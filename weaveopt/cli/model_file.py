@@ -68,7 +68,7 @@ def find(model: str) -> ModelFile | None:
 
 def _parsed(name: str, where: str, text: str) -> ModelFile:
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_hook=_decoded)
     except json.JSONDecodeError as error:
         raise CaptureError(f"{where}: not JSON: {error.msg} at line {error.lineno} column {error.colno}") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
@@ -76,6 +76,12 @@ def _parsed(name: str, where: str, text: str) -> ModelFile:
     if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
         raise CaptureError(f"{where}: no 'model_type'; expected the config.json of a transformers model")
     return ModelFile(name, where, data)
+
+
+def _decoded(fields: Fields) -> object:
+    """The number that transformers writes as an object, as JSON has no infinite ones."""
+    value = fields.get("__float__")
+    return float(value) if len(fields) == 1 and isinstance(value, str) else fields
 
 
 def _plans(model_type: str) -> Fields:

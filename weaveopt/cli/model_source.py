@@ -14,6 +14,7 @@ from weaveopt import presets
 from weaveopt.cli import model_file
 from weaveopt.cli.model_file import PLANS, ModelFile, first_line
 from weaveopt.errors import CaptureError, closest
+from weaveopt.integrations.transformers.layer_settings import values_of
 from weaveopt.wording import counted
 
 if TYPE_CHECKING:
@@ -161,9 +162,9 @@ def check(source: Source, request: CaptureRequest) -> None:
     if world % request.nodes:
         raise CaptureError(f"{counted(world, 'rank')} cannot be spread evenly over --nodes {request.nodes}")
     for size in SIZES:
-        value = getattr(source.config, size, None)
-        if isinstance(value, int) and value < 1:
-            raise CaptureError(f"{name}: its configuration has {size} {value}; expected at least 1")
+        for value in values_of(source.config, size):
+            if isinstance(value, int) and value < 1:
+                raise CaptureError(f"{name}: its configuration has {size} {value}; expected at least 1")
     total = getattr(source.config, "num_hidden_layers", None)
     if total is None and not source.built:
         return
@@ -209,9 +210,14 @@ def _shards_layers(source: Source) -> bool:
 
 
 def _heads(source: Source) -> tuple[int, int]:
-    """Query heads and key heads; zeros where the configuration names none."""
-    heads = getattr(source.config, "num_attention_heads", None) or 0
-    return heads, getattr(source.config, "num_key_value_heads", None) or heads
+    """Query heads and key heads; zeros where the configuration names none. Where layers differ, what divides all."""
+    heads, kv_heads = (_shared(source, name) for name in ("num_attention_heads", "num_key_value_heads"))
+    return heads, kv_heads or heads
+
+
+def _shared(source: Source, name: str) -> int:
+    """The greatest common divisor of a field's values in the layers; 0 where it has none."""
+    return math.gcd(*(value for value in values_of(source.config, name) if isinstance(value, int)))
 
 
 def _shards_heads(source: Source, projection: str) -> bool:
@@ -241,8 +247,7 @@ def default_ranks(source: Source, limit: int, nodes: int) -> tuple[int, int]:
     experts = _num_experts(source)
     if experts and not _shards_layers(source) and getattr(source.config, PLANS[1], None):
         return 0, _largest(experts, limit, nodes)
-    heads = getattr(source.config, "num_attention_heads", 0)
-    return _largest(math.gcd(heads, getattr(source.config, "num_key_value_heads", None) or heads), limit, nodes), 0
+    return _largest(math.gcd(*_heads(source)), limit, nodes), 0
 
 
 def _largest(shared: int, limit: int, nodes: int) -> int:
@@ -252,8 +257,7 @@ def _largest(shared: int, limit: int, nodes: int) -> int:
 
 def _num_experts(source: Source) -> int | None:
     """Routed experts; None where the configuration names none."""
-    found = (getattr(source.config, name, None) for name in EXPERT_COUNTS)
-    return next((number for number in found if isinstance(number, int)), None)
+    return next((number for name in EXPERT_COUNTS if (number := _shared(source, name))), None)
 
 
 SIZES = (

@@ -14,7 +14,7 @@ from inspect import signature
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from weaveopt.cli.layers import LayerPlan, decoder_layers, every_layer, kinds_of, reduce, shortened
+from weaveopt.cli.layers import LayerPlan, decoder_layers, every_layer, kinds_of, reduce, shortened, structures_of
 from weaveopt.cli.model_file import first_line
 from weaveopt.cli.model_source import CaptureRequest, Source, quiet, ranks_per_key_head
 from weaveopt.errors import CaptureError, WeaveError
@@ -74,8 +74,10 @@ def plan_layers(source: Source, request: CaptureRequest) -> LayerPlan:
     kinds = _kinds(source.config)
     plan = reduce(kinds) if len(kinds) == total else every_layer(total)
     # A family may build layers by counting from the end; then the prefix of a shorter model is another model.
-    if not plan.whole and _kinds(shortened(source.config, plan.captured)) != kinds[: plan.captured]:
-        return every_layer(total)
+    if not plan.whole:
+        short = _kinds(shortened(source.config, plan.captured))
+        if structures_of(short) != structures_of(kinds[: plan.captured]):
+            return every_layer(total)
     return plan
 
 
@@ -93,11 +95,29 @@ def build(config: PreTrainedConfig, device: torch.device, dtype: str) -> PreTrai
 
     model_class = _model_class(config)
     try:
-        with quiet(), device, no_init_weights():
+        with quiet(), device, no_init_weights(), _parameters_are_replaced():
             return model_class._from_config(config, dtype=getattr(torch, dtype)).eval()
     except Exception as error:  # transformers and torch refuse a field with errors of many types
         words = first_line(error)
         raise CaptureError(f"transformers cannot build a {config.model_type} of this configuration: {words}") from error
+
+
+@contextmanager
+def _parameters_are_replaced() -> Iterator[None]:
+    """Converted modules (`module.to(dtype)`) get new parameters: torch swaps fake ones in place, and refuses those that
+    the fake mode looks after, which are all."""
+    from torch import Tensor, nn
+
+    def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for module in self.modules() if recurse else (self,):
+            for name, parameter in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(fn(parameter.detach()), parameter.requires_grad))
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = fn(buffer)
+        return self
+
+    with mock.patch.object(nn.Module, "_apply", apply):
+        yield
 
 
 def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:

@@ -16,6 +16,7 @@ from weaveopt.generation.request import GenerationRequest
 from weaveopt.generation.session import DecodeSession
 from weaveopt.generation.step import Buffers
 from weaveopt.integrations.transformers.kept_managers import weights_fingerprint
+from weaveopt.integrations.transformers.layer_settings import values_of
 from weaveopt.records.candidate import Rejection
 
 MAX_SESSIONS = 4
@@ -97,7 +98,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 def _routes(model: PreTrainedModel) -> bool:
     """True if a router chooses experts for tokens, so that all ranks have to choose the same."""
     config = model.config.get_text_config(decoder=True)
-    return any(getattr(config, name, None) for name in EXPERTS)
+    return any(any(values_of(config, name)) for name in EXPERTS)
 
 
 def _key(model: PreTrainedModel, request: GenerationRequest, backend: Backend | None) -> Hashable:

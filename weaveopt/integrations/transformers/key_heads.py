@@ -28,6 +28,7 @@ from transformers.distributed.parallel_utils import (
 from transformers.distributed.tensor_parallel import ColwiseParallel, LocalParamsParallel
 
 from weaveopt.errors import WeaveError
+from weaveopt.integrations.transformers.layer_settings import values_of
 from weaveopt.wording import counted
 
 if TYPE_CHECKING:
@@ -80,9 +81,9 @@ def replicated_key_heads(
 
 def _rules_of(name: str, module: nn.Module, rules: dict[str, str], world: int) -> dict[str, str]:
     """Rules for one attention module; none where it is no such module, or its key heads need no replicas."""
-    heads = getattr(getattr(module, "config", None), "num_key_value_heads", None)
+    heads = values_of(getattr(module, "config", None), "num_key_value_heads")
     for fused in _FUSED:
-        if rules.get(f"{name}.{fused}") == "colwise" and isinstance(heads, int) and heads % world:
+        if rules.get(f"{name}.{fused}") == "colwise" and any(isinstance(each, int) and each % world for each in heads):
             raise WeaveError(f"replicated_key_heads: {name}.{fused} holds queries, keys and values in one weight")
     if rules.get(f"{name}.k_proj") != "colwise" or not isinstance(getattr(module, "k_proj", None), nn.Linear):
         return {}
