@@ -64,6 +64,14 @@ def test_ranks_divide_the_heads_of_every_layer() -> None:
     assert model_source.default_ranks(Source("mine", config), 8, 1) == (4, 0)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "nodes", "ranks"), [("gpt2", 1, (1, 0)), ("gpt2", 2, (8, 0)), ("gpt_oss", 1, (0, 8))]
+)
+def test_a_model_without_a_plan_is_explained_on_one_rank(model_type: str, nodes: int, ranks: tuple[int, int]) -> None:
+    source = Source("mine", CONFIG_MAPPING[model_type](num_attention_heads=16))
+    assert model_source.default_ranks(source, 8, nodes) == ranks
+
+
 def test_a_residual_that_is_scaled_by_the_number_of_layers(tmp_path: Path) -> None:
     """A shorter model has another scale, and the same graph."""
     config = CONFIG_MAPPING["minicpm3"](**SIZES, num_hidden_layers=12)

@@ -192,7 +192,7 @@ def _check_plan(source: Source, request: CaptureRequest) -> None:
                 f"{option} does not divide the {counted(experts, 'expert')} of {source.name}; {divisors}"
             )
     elif not _shards_layers(source):
-        hint = "; it has an expert-parallel plan: use --ep" if ep_plan else ""
+        hint = "; it has an expert-parallel plan: use --ep" if ep_plan else ": use --tp 1"
         raise CaptureError(f"{source.name}: transformers has no tensor-parallel plan for {config.model_type}{hint}")
     heads, kv_heads = _heads(source)
     if not _heads_fit(source, world):
@@ -242,11 +242,13 @@ def ranks_per_key_head(source: Source, world: int) -> int:
 def default_ranks(source: Source, limit: int, nodes: int) -> tuple[int, int]:
     """Tensor- and expert-parallel ranks where neither was asked for: as many as the model's plan takes, up to `limit`.
 
-    (n, 0), or (0, n) of a model that has an expert-parallel plan only.
+    (n, 0), or (0, n) of a model that has an expert-parallel plan only; (1, 0) of one without any.
     """
-    experts = _num_experts(source)
-    if experts and not _shards_layers(source) and getattr(source.config, PLANS[1], None):
-        return 0, _largest(experts, limit, nodes)
+    if not _shards_layers(source):
+        if getattr(source.config, PLANS[1], None):
+            return 0, _largest(experts, limit, nodes) if (experts := _num_experts(source)) else limit
+        if nodes == 1:
+            return 1, 0
     return _largest(math.gcd(*_heads(source)), limit, nodes), 0
 
 
