@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weaveopt.cli.question import ALL_LAYERS, DEFAULT_MACHINE, PICTURES, ExplainArguments
+from weaveopt.cli.question import ALL_LAYERS, DEFAULT_MACHINE, DEFAULT_SEQ, PICTURES, ExplainArguments
 from weaveopt.errors import CaptureError, OptionError, ProfileError
 from weaveopt.records.report import GraphReport, Report
 from weaveopt.wording import counted
@@ -129,6 +129,8 @@ def request_of(asked: ExplainArguments, source: Source, machine: Machine) -> Cap
             "raise --nodes"
         )
     phase = asked.phase or "prefill"
+    positions = getattr(source.config, "max_position_embeddings", None)  # of some models there are no more
+    default_seq = min(DEFAULT_SEQ, positions) if isinstance(positions, int) and positions > 0 else DEFAULT_SEQ
     tokens_batch, tokens_seq = (1, asked.tokens) if phase == "prefill" else (asked.tokens, None)
     return CaptureRequest(
         model=asked.model or source.name,
@@ -136,7 +138,7 @@ def request_of(asked: ExplainArguments, source: Source, machine: Machine) -> Cap
         ep=ep,
         nodes=nodes,
         batch=asked.batch or (tokens_batch if asked.tokens else None) or 1,
-        seq=asked.seq or (tokens_seq if asked.tokens else None) or 2048,
+        seq=asked.seq or (tokens_seq if asked.tokens else None) or default_seq,
         phase=phase,
         layers=asked.layers if isinstance(asked.layers, int) else None,
         full=asked.layers == ALL_LAYERS,

@@ -10,6 +10,7 @@ from pathlib import Path
 from weaveopt.errors import OptionError
 
 DEFAULT_MACHINE = "h100x8"
+DEFAULT_SEQ = 2048
 PICTURES = ("png", "svg")
 ALL_LAYERS = "all"
 FORMATS = ("table", "json", "trace", *PICTURES)
@@ -76,7 +77,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch", type=int, metavar="B", help="sequences in one forward pass (default 1)")
     parser.add_argument(
-        "--seq", type=int, metavar="S", help="prompt length, or cache positions for decode (default 2048)"
+        "--seq",
+        type=int,
+        metavar="S",
+        help=f"prompt length, or cache positions for decode (default {DEFAULT_SEQ}, or what the model has if less)",
     )
     parser.add_argument(
         "--tokens", type=int, metavar="T", help="tokens in one forward pass, in place of --batch and --seq"

@@ -1,4 +1,4 @@
-"""Configurations whose layers differ, by fields of their own or by numbers that follow from how many there are."""
+"""Configurations that explain meets: layers that differ, no plan, few positions, numbers that JSON has not."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from torch._subclasses import FakeTensorMode
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from tests.graphs.preview import without_sensitivity
+from weaveopt import cost_model
 from weaveopt.cli import model_file, model_source, preview
+from weaveopt.cli.explain import request_of
 from weaveopt.cli.layers import shortened
-from weaveopt.cli.main import main
+from weaveopt.cli.main import main, parser
 from weaveopt.cli.model_source import CaptureRequest, Source
+from weaveopt.cli.question import question
 from weaveopt.integrations.transformers.layer_settings import values_of
 from weaveopt.reporting.document_reader import from_json
 
@@ -70,6 +73,14 @@ def test_ranks_divide_the_heads_of_every_layer() -> None:
 def test_a_model_without_a_plan_is_explained_on_one_rank(model_type: str, nodes: int, ranks: tuple[int, int]) -> None:
     source = Source("mine", CONFIG_MAPPING[model_type](num_attention_heads=16))
     assert model_source.default_ranks(source, 8, nodes) == ranks
+
+
+@pytest.mark.parametrize(("model_type", "seq"), [("gpt2", 1024), ("llama", 2048)])
+def test_a_prompt_is_no_longer_than_the_model_has_positions(model_type: str, seq: int) -> None:
+    given = parser().parse_args(["explain", "llama-3.3-70b"])
+    del given.command
+    asked = question(given)
+    assert request_of(asked, Source("mine", CONFIG_MAPPING[model_type]()), cost_model.load("h100x8")).seq == seq
 
 
 def test_a_residual_that_is_scaled_by_the_number_of_layers(tmp_path: Path) -> None:
