@@ -10,6 +10,7 @@ import random
 
 import torch
 
+from tests.emulation.triton_interpreter import interpreting
 from tests.graphs.attention_cases import LOOKS, Sizes, make_mask
 from weaveopt.ops.attention.gpu import launch_key_ranges
 from weaveopt.ops.attention.reference import key_ranges
@@ -47,4 +48,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with interpreting():
+        main()

@@ -171,9 +171,9 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 
 def main() -> None:
-    from tests.emulation.triton_interpreter import with_bf16
+    from tests.emulation.triton_interpreter import interpreting
 
-    with with_bf16():
+    with interpreting():
         for name, run in CHECKS.items():
             try:
                 run()

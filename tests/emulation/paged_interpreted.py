@@ -10,7 +10,7 @@ import json
 
 import torch
 
-from tests.emulation.triton_interpreter import with_bf16
+from tests.emulation.triton_interpreter import interpreting
 from tests.graphs.paged_cases import SPANS, PagedCase, expected, make
 from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.ops.attention.paged_gpu import PagedLaunch, launch_paged
@@ -52,5 +52,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with with_bf16():
+    with interpreting():
         main()

@@ -187,9 +187,9 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 
 def main() -> None:
-    from tests.emulation.triton_interpreter import with_bf16
+    from tests.emulation.triton_interpreter import interpreting
 
-    with with_bf16(), mock.patch.object(gpu, "num_sms", lambda _: 132):
+    with interpreting(), mock.patch.object(gpu, "num_sms", lambda _: 132):
         for name, run in CHECKS.items():
             try:
                 run()
