@@ -7,8 +7,8 @@ and without the prompt whose masks are proven, in which no other rank has a part
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from transformers import DynamicCache
 
-from tests.graphs.executing import FORCED, Backend, executing, executing_alone
+from tests.graphs.executing import FORCED, OneOf, executing, executing_alone, executing_one_of
 from tests.graphs.models import FAMILIES, VOCABULARY, Family, config_of, load, one_layer, save
 from tests.ranks import run_ranks
 from tests.ranks.simulated import ALL_ON_REAL_RANKS, equal_ranks
+from weaveopt.config import Config
 from weaveopt.integrations.transformers.cache_argument import with_cache
 from weaveopt.records.report import Decision, GraphReport
 
@@ -46,6 +47,9 @@ PROMPT = {
 Families that are not here make llama's masks and attention, so one of them shows what becomes of it."""
 ONE_LAYER = ("qwen2", "qwen3", "mistral", "phi3", "olmo2", "granite", "glm4", "cohere", "qwen3_moe", "mixtral-ep")
 """Families whose layers are all alike, by id, are tested with one: what joins two of them is llama's and mixtral's."""
+SPLIT = Config(force=("token_split",), strict=True)
+SPLIT_FAMILIES = ("llama", "gemma2", "gemma3_text", "mixtral", "deepseek_v3", "gpt_oss-ep")
+"""Families, by id, whose graphs are rewritten a second time, split by tokens: one of each of that rule's archetypes."""
 ARCHETYPES = ("llama", "gemma2", "mixtral", "gpt_oss-ep")
 """Families, by id: dense, windows with soft caps, a mixture sharded by tensors, and one sharded by experts."""
 
@@ -80,29 +84,39 @@ def _check(rank: int, family: Family, folder: str) -> list[str]:
     if rank == 0:
         save(family, folder)
     dist.barrier()
-    return _problems(family, folder, executing, with_prompt=ALL_ON_REAL_RANKS and family.name in PROMPT)
+    ways = OneOf((FORCED,), ([],))
+    backend = executing(FORCED, ways.reports[0])
+    return _problems(family, folder, backend, ways, with_prompt=ALL_ON_REAL_RANKS and family.name in PROMPT)
 
 
 def _problems(
     family: Family,
     path: str,
-    backend: Backend,
+    backend: Callable[..., object],
+    ways: OneOf,
     *,
     with_prompt: bool,
 ) -> list[str]:
+    """Graphs by the first configuration of `ways`, and those by the second, which is `SPLIT`, where there is one."""
     model = load(family, path, WORLD)
     ids = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(5))
     ids[0, :NUM_PADDED] = 0
-    reports: list[GraphReport] = []
+    reports = ways.reports[0]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     problems: list[str] = []
     with torch.no_grad():
         eager = _greedy(model, ids, ids.ne(0).long())
         eager_prompt = _cached(model, ids) if with_prompt else None
-        model.compile(backend=backend(FORCED, reports), dynamic=False)
+        model.compile(backend=backend, dynamic=False)
         got = _greedy(model, ids, ids.ne(0).long())
         num_generating = len(reports)
+        if SPLIT in ways.configs:
+            ways.current = 1
+            in_parts = _greedy(model, ids, ids.ne(0).long())
+            ways.current = 0
+            problems.extend(_split_problems(family, ways.reports[1], in_parts, eager))
+            assert len(reports) == num_generating, "it was traced again"
         prompt = _cached(model, ids) if with_prompt else None
     if not torch.equal(got.tokens, eager.tokens):
         problems.append(f"tokens {got.tokens.tolist()} instead of {eager.tokens.tolist()}")
@@ -124,6 +138,18 @@ def _problems(
     problems.extend(_attention_problems(family, reports[:num_generating], wanted))
     if with_prompt:
         problems.extend(_attention_problems(family, reports[num_generating:], PROMPT[family.name]))
+    return problems
+
+
+def _split_problems(family: Family, reports: list[GraphReport], got: _Generated, eager: _Generated) -> list[str]:
+    """Prefill and decode steps over a static cache with padding on the left, each split where the rule is forced."""
+    problems = []
+    if not torch.equal(got.tokens, eager.tokens):
+        problems.append(f"split by tokens: tokens {got.tokens.tolist()} instead of {eager.tokens.tolist()}")
+    if {"prefill", "decode"} - {report.phase for report in reports} and family.id != "gpt_oss":
+        problems.append(f"split by tokens: phases {[report.phase for report in reports]}")
+    if {report.variant.partition(" ")[0] for report in reports} != {"token_split"}:
+        problems.append(f"split by tokens: variants {[report.variant for report in reports]}")
     return problems
 
 
@@ -156,9 +182,11 @@ def _outcome(decision: Decision) -> str:
 def test_family_computes_as_eager(family: Family, tmp_path: Path) -> None:
     tested = _tested(family)
     save(tested, str(tmp_path))
+    is_split = ALL_ON_REAL_RANKS or family.id in SPLIT_FAMILIES
+    ways = OneOf((FORCED, SPLIT), ([], [])) if is_split else OneOf((FORCED,), ([],))
     with equal_ranks(WORLD):
-        backend = partial(executing_alone, world=WORLD)
-        problems = _problems(tested, str(tmp_path), backend, with_prompt=family.name in PROMPT)
+        backend = executing_one_of(ways, WORLD)
+        problems = _problems(tested, str(tmp_path), backend, ways, with_prompt=family.name in PROMPT)
     assert problems == []
 
 

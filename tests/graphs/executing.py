@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import torch
@@ -71,17 +71,34 @@ def executing(
     return weave
 
 
+@dataclass
+class OneOf:
+    """Configurations by each of which the same captured graphs are rewritten: a model that is traced once runs one."""
+
+    configs: tuple[Config, ...]
+    reports: tuple[list[GraphReport], ...]
+    """Reports of all graphs, by configuration."""
+    current: int = 0
+    """The configuration whose graphs run."""
+
+
 def executing_alone(config: Config, reports: list[GraphReport], world: int) -> Callable[..., object]:
     """`executing` in a group of equal ranks (`tests/ranks/simulated.py`), which has no peers to agree with."""
+    return executing_one_of(OneOf((config,), (reports,)), world)
+
+
+def executing_one_of(ways: OneOf, world: int) -> Callable[..., object]:
+    """`executing_alone` by several configurations."""
 
     def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
         known = Known(topology.fake(world), cost_model.load("cpu"))
-        done = rewritten_alone(module, inputs, inductor.GraphPass.of(arguments), config, known)
-        assert done.report.fallbacks == ()
-        reports.append(done.report)
-        if done.result is not None:
-            module.graph = done.result
-        return make_boxed_func(module.forward)
+        modules = []
+        for config, reports in zip(ways.configs, ways.reports, strict=True):
+            done = rewritten_alone(module, inputs, inductor.GraphPass.of(arguments), config, known)
+            assert done.report.fallbacks == ()
+            reports.append(done.report)
+            modules.append(module if done.result is None else fx.GraphModule(module, done.result))
+        return make_boxed_func(lambda *values: modules[ways.current](*values))
 
     def weave(graph_module: fx.GraphModule, example_inputs: Sequence[object]) -> object:
         return inductor.compile_with(inner_compile, graph_module, example_inputs)
