@@ -53,6 +53,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_unconfigure() -> None:
+    """Garbage is looked for once more, and then no longer: pytest does so several times, and Python at its end.
+
+    Each look goes through all modules, and through what was compiled. What the one look finds pytest reports as before.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _width(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give what is printed the same width wherever tests run."""

@@ -109,6 +109,7 @@ class State:
         os.chdir(self.directory)
         sys.path[:] = self.path
         gc.collect()
+        gc.freeze()  # what stays is not looked through again after each of the next tests
         changed += [f"thread {each.name}" for each in threading.enumerate() if not _stays(each)]
         changed += ["a signal's handler"] * (tuple(map(signal.getsignal, SIGNALS)) != self.signals)
         if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MOST_MEMORY_KB:
