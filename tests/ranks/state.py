@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -54,8 +54,10 @@ class _Counter:
 class State:
     """State of a process before any test has run in it."""
 
-    functions: dict[tuple[str, str], object]
-    """Functions by module or class, and name."""
+    functions: list[tuple[str, Mapping[str, object], dict[str, object]]]
+    """Functions of each module and class: its name, its names as they are at any time, and what these were."""
+    modules: dict[str, ModuleType]
+    """Modules that have them."""
     values: dict[str, dict[str, object]]
     """Other attributes of weaveopt's modules, by module."""
     containers: list[tuple[Container, Container]]
@@ -69,7 +71,8 @@ class State:
     @classmethod
     def now(cls) -> State:
         return cls(
-            functions=dict(_functions()),
+            functions=list(_functions()),
+            modules=dict(_with_functions()),
             values={name: dict(_values(module)) for name, module in _modules()},
             containers=[(value, copy.copy(value)) for _, module in _modules() for value in _containers(module)],
             configurations=tuple(each.get_config_copy() for each in CONFIGURATIONS),  # type: ignore[attr-defined]
@@ -88,8 +91,9 @@ class State:
         for fabric in (shm, tcp):
             fabric.release_all()
         torch.set_default_dtype(torch.float32)
-        found = dict(_functions())
-        changed = [".".join(key) for key, value in self.functions.items() if found.get(key) is not value]
+        changed = [name for name, module in self.modules.items() if sys.modules.get(name) is not module]
+        for owner, names, kept in self.functions:
+            changed += [f"{owner}.{name}" for name, value in kept.items() if names.get(name) is not value]
         for name, module in _modules():
             for attribute, value in self.values.get(name, {}).items():
                 if isinstance(value, _Counter):
@@ -147,17 +151,32 @@ def _fill(container: Container, values: Container) -> None:
         container.update(values)  # type: ignore[arg-type]
 
 
-def _functions() -> Iterator[tuple[tuple[str, str], object]]:
+def _with_functions() -> Iterator[tuple[str, ModuleType]]:
+    """Modules in which tests may replace functions."""
+    yield from _modules()
+    yield from ((name, module) for name, module in tuple(sys.modules.items()) if _may_be_patched(name))
+
+
+def _functions() -> Iterator[tuple[str, Mapping[str, object], dict[str, object]]]:
     """Functions, classes and methods, and modules that modules have."""
-    others = ((name, module) for name, module in tuple(sys.modules.items()) if _may_be_patched(name))
-    for name, module in (*_modules(), *others):
-        for attribute, value in tuple(vars(module).items()):
-            if callable(value) or _is(value, ModuleType):
-                yield (name, attribute), value
+    for name, module in _with_functions():
+        names = vars(module)
+        yield name, names, dict(_replaceable(names))
+        for attribute, value in tuple(names.items()):
             if _is_class_of(value, module):
-                for member, inner in tuple(vars(value).items()):
-                    if callable(inner) or isinstance(inner, property | classmethod | staticmethod):
-                        yield (f"{name}.{attribute}", member), inner
+                yield f"{name}.{attribute}", vars(value), dict(_methods(value))
+
+
+def _replaceable(names: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    for name, value in tuple(names.items()):
+        if callable(value) or _is(value, ModuleType):
+            yield name, value
+
+
+def _methods(owner: object) -> Iterator[tuple[str, object]]:
+    for name, value in tuple(vars(owner).items()):
+        if callable(value) or isinstance(value, property | classmethod | staticmethod):
+            yield name, value
 
 
 def _may_be_patched(name: str) -> bool:
