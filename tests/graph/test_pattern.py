@@ -5,7 +5,20 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from weaveopt.graph.pattern import Any, Equal, Mismatch, Number, OneOf, add, aten, call, item, mul
+from weaveopt.graph.pattern import (
+    Any,
+    Equal,
+    Mismatch,
+    Number,
+    OneOf,
+    add,
+    aten,
+    call,
+    is_rounding,
+    item,
+    mul,
+    skip_casts,
+)
 
 
 def traced() -> tuple[fx.Node, ...]:
@@ -44,6 +57,32 @@ def test_a_number_is_no_flag_and_no_node() -> None:
     x, *_ = traced()
     assert isinstance(Number("n").match(True, {}), Mismatch)
     assert isinstance(Number("n").match(x, {}), Mismatch)
+
+
+def test_a_sum_with_a_factor_is_another_one() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    twice = graph.call_function(aten.add.Tensor, (x, 1e-6), {"alpha": 2})
+    result = add(Any("x"), Number("eps")).match(twice, {})
+    assert isinstance(result, Mismatch) and result.found == "alpha 2"
+
+
+def test_casts_that_round_are_those_between_wide_floats() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+
+    def cast(source: fx.Node, dtype: torch.dtype) -> fx.Node:
+        node = graph.call_function(torch.ops.prims.convert_element_type.default, (source, dtype))
+        node.meta["val"] = torch.empty(4, dtype=dtype)
+        return node
+
+    x.meta["val"] = torch.empty(4)
+    half = cast(cast(x, torch.bfloat16), torch.float32)
+    assert skip_casts(half) is x and is_rounding(half) and not is_rounding(x)
+    for dtype in (torch.int32, torch.bool, torch.float8_e4m3fn):
+        narrow = cast(x, dtype)
+        wide = cast(narrow, torch.float32)
+        assert skip_casts(wide) is wide and not is_rounding(wide) and not is_rounding(narrow), dtype
 
 
 def test_items_of_several_results() -> None:

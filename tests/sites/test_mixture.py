@@ -7,14 +7,18 @@ from typing import cast
 
 import pytest
 import torch
+import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
 
 from tests.graphs.capturing import captured, context_of
 from tests.graphs.mixtures import EXPERTS, FAMILIES, FORMS, HIDDEN, WIDTH, Family, experts_of, routed
+from weaveopt.records.candidate import Rejection
 from weaveopt.rule import FoundSite
+from weaveopt.sites.mixture.activation import Between, activation_of, between
 from weaveopt.sites.mixture.matcher import MixtureFacts, MixtureMatcher
 
+aten = torch.ops.aten
 ACTIVATIONS = {
     "olmoe": "gelu(gate) * up",
     "granitemoe": "gelu_tanh(gate) * up",
@@ -121,6 +125,46 @@ def test_an_unknown_activation_is_named() -> None:
     (site,) = found_in(experts, *routed(7, 2, BF16, BF16, remote=False))
     assert [each.code for each in site.site.rejections] == ["activation_not_known"]
     assert "abs" in str(dict(site.site.rejections[0].values)["ops"])
+
+
+class _Rounded(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(x).to(torch.float8_e4m3fn).to(x.dtype)
+
+
+def test_an_activation_rounded_to_few_values_is_another_one() -> None:
+    experts = experts_of(MIXTRAL, "grouped_mm", BF16)
+    experts.act_fn = _Rounded()
+    (site,) = found_in(experts, *routed(7, 2, BF16, BF16, remote=False))
+    assert [each.code for each in site.site.rejections] == ["activation_not_known"]
+    assert "more than rounding" in site.site.rejections[0].message
+
+
+@pytest.mark.parametrize(
+    ("places", "taken"), [("before", True), ("less", False), ("doubled", False), ("behind", False)]
+)
+def test_biases_are_added_to_the_rows_of_the_first_gemm(places: str, taken: bool) -> None:
+    graph = fx.Graph()
+
+    def node(target: object, *args: object, width: int = 8, **named: object) -> fx.Node:
+        made = graph.call_function(target, args, named)  # type: ignore[arg-type]
+        made.meta["val"] = torch.empty(3, width)
+        return made
+
+    first, table, ids = (graph.placeholder(name) for name in ("first", "table", "ids"))
+    first.meta["val"] = torch.empty(3, 8)
+    bias = node(aten.index.Tensor, table, [ids])
+    rows = first
+    if places in ("before", "doubled"):
+        rows = node(aten.add.Tensor, first, bias, **({"alpha": 2} if places == "doubled" else {}))
+    elif places == "less":
+        rows = node(aten.sub.Tensor, first, bias)
+    last = node(aten.pow.Tensor_Scalar, node(aten.relu.default, rows), 2)
+    if places == "behind":
+        last = node(aten.add.Tensor, last, bias)
+    found = between(first, last)
+    assert isinstance(found, Between) and found.biases == (bias,)
+    assert isinstance(activation_of(found), Rejection) is not taken
 
 
 def test_a_norm_behind_the_experts_is_refused() -> None:

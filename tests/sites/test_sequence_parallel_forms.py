@@ -356,6 +356,30 @@ def test_near_misses() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, E4M3])
+def test_casts_that_change_values_stay(dtype: torch.dtype) -> None:
+    """Fake quantization on either side: a cast to few values, and back."""
+
+    def fn(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        whole = all_gather_single(y.sin(), 0, dist.group.WORLD).to(dtype).to(w.dtype)
+        return reduce_scatter_single((x @ w).to(dtype).to(w.dtype), "sum", 0, dist.group.WORLD), whole @ w
+
+    found = sites(fn, rows(64, 32), rows(16, 32), rows(32, 16))
+    assert [codes(each) for each in found] == [["form_not_known"]] * 2
+
+
+@pytest.mark.parametrize("sizes", [(), (1,), (1, 1), (64, 1)])
+def test_gemms_that_add_numbers(sizes: tuple[int, ...]) -> None:
+    """`addmm` takes whatever expands to its result."""
+
+    def fn(x: Tensor, y: Tensor, w: Tensor, added: Tensor) -> tuple[Tensor, ...]:
+        whole = torch.addmm(added, all_gather_single(y.sin(), 0, dist.group.WORLD), w)
+        return reduce_scatter_single(torch.addmm(added, x, w), "sum", 0, dist.group.WORLD), whole
+
+    found = sites(fn, rows(64, 32), rows(16, 32), rows(32, 16), torch.zeros(sizes, dtype=torch.bfloat16))
+    assert [codes(each) for each in found] == []
+
+
 def test_what_the_process_does_not_know() -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         return reduce_scatter_single(all_gather_single(x, 0, dist.group.WORLD) @ w, "sum", 0, dist.group.WORLD)

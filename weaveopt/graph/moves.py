@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 
 from weaveopt.graph.arrangement import Arrangement, Size, joined, quotient, size_of
-from weaveopt.graph.pattern import CAST, SHAPE_ONLY, is_call, tensor_of
+from weaveopt.graph.pattern import CAST, SHAPE_ONLY, is_call, is_rounding, tensor_of
 from weaveopt.graph.values import argument
 from weaveopt.records.candidate import Rejection
 
@@ -78,7 +78,7 @@ class Moves:
         if not isinstance(before, Arrangement):
             return before
         if is_call(node, CAST):
-            return before
+            return before if is_rounding(node) else self._lost(node, "a cast changes values by more than rounding")
         step = next(follow for targets, follow in _STEPS if node.target in targets)
         found = step(node, before)
         return found if found is not None else self._lost(node, _WHY.get(node.target, "the sizes do not divide"))

@@ -153,6 +153,8 @@ class Op:
         if not isinstance(node, fx.Node) or node.target not in self.targets:
             wanted = " or ".join(sorted(str(target) for target in self.targets))
             return Mismatch(_name(node), wanted, describe(node), depth)
+        if "alpha" in node.kwargs:  # a sum that takes its second operand several times
+            return Mismatch(node.name, "no factor", f"alpha {node.kwargs['alpha']}", depth)
         if len(node.args) < len(self.arguments):
             return Mismatch(node.name, f"{len(self.arguments)} arguments", f"{len(node.args)}", depth)
         orders = [tuple(node.args)]
@@ -238,9 +240,19 @@ def skip_shapes(node: fx.Node) -> fx.Node:
     return node
 
 
+_ROUNDING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+def is_rounding(node: Argument) -> bool:
+    """True for a cast that changes values by rounding at most. Casts to integers, booleans and 8-bit floats do not."""
+    source = node.args[0] if isinstance(node, fx.Node) and is_call(node, CAST) else None
+    values = [tensor_of(each) for each in (node, source) if isinstance(each, fx.Node)]
+    return len(values) == 2 and all(value is not None and value.dtype in _ROUNDING for value in values)
+
+
 def skip_casts(node: fx.Node) -> fx.Node:
-    """The node whose values `node` holds, under views and dtype casts."""
-    while is_call(node, SHAPE_ONLY | CAST) and isinstance(node.args[0], fx.Node):
+    """The node whose values `node` holds up to rounding, under views and dtype casts."""
+    while (is_call(node, SHAPE_ONLY) or is_rounding(node)) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 

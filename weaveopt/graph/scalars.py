@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 import torch.fx as fx
 
-from weaveopt.graph.pattern import CAST, Argument, is_call, tensor_of
+from weaveopt.graph.pattern import CAST, Argument, is_call, is_rounding, tensor_of
 
 aten = torch.ops.aten
 _SYMBOL = "weaveopt_symbol"
@@ -81,7 +81,7 @@ def _value_of(argument: Argument) -> float | None:
         return float(argument) if isinstance(argument, int | float) else None
     if (symbol := symbol_of(argument)) is not None:
         return float(symbol.node.hint)
-    if is_call(argument, CAST):
+    if is_rounding(argument):
         return _value_of(argument.args[0])
     if is_call(argument, _CONSTANT):
         return _value_of(argument.args[-1])

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from weaveopt.graph.pattern import CAST, MUL, Argument, is_call, tensor_of
+from weaveopt.graph.pattern import CAST, MUL, Argument, is_call, is_rounding, tensor_of
 from weaveopt.graph.scalars import number_of, symbols_of
 from weaveopt.records.candidate import Rejection
 from weaveopt.sites.attention.forms import COPIES, LAYOUTS, VIEWS, AttentionForm, ndim_of, same_size
@@ -65,6 +65,8 @@ def written_form(product: fx.Node) -> AttentionForm | None:
         logits = before
     mask: fx.Node | None = None
     if is_call(logits, frozenset({aten.add.Tensor})):
+        if logits.kwargs:  # alpha scales one of them
+            return None
         passed.add(logits)
         scores, mask = _scores_and_mask(logits)
         if scores is None:
@@ -211,7 +213,9 @@ def _keeps_shape(node: fx.Node) -> bool:
 
 def _through(node: object, targets: frozenset[object], passed: set[fx.Node]) -> fx.Node:
     assert isinstance(node, fx.Node)
-    while is_call(node, targets) and isinstance(node.args[0], fx.Node):
+    while (
+        is_call(node, targets) and (is_rounding(node) or not is_call(node, CAST)) and isinstance(node.args[0], fx.Node)
+    ):
         passed.add(node)
         node = node.args[0]
     return node

@@ -7,13 +7,14 @@ their casts, and compared with the supported activations; alpha and limit are nu
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from weaveopt.graph.pattern import CAST, CLAMP, MUL, is_call, tensor_of
+from weaveopt.graph.pattern import CAST, CLAMP, MUL, is_call, is_rounding, tensor_of
 from weaveopt.graph.scalars import number_of, symbol_of
 from weaveopt.graph.values import shape_of
 from weaveopt.ops.experts.activation import Activation, computing
@@ -65,6 +66,10 @@ def between(first: fx.Node, last: fx.Node) -> Between | Rejection:
             biases.append(node)
         elif node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload | type(operator.getitem)):
             return Rejection("activation_not_known", "a tensor comes in between the GEMMs", (("node", node.name),))
+        elif is_call(node, CAST) and not is_rounding(node):
+            return Rejection(
+                "activation_not_known", "a cast changes values by more than rounding", (("node", node.name),)
+            )
         else:
             nodes.add(node)
             pending.extend(node.all_input_nodes)
@@ -108,6 +113,8 @@ def _recognized(found: Between) -> Activation | Rejection:
     inner = shape_of(first)[1:]
     with _disable_current_modes(), torch.device("cpu"):  # graphs are captured with tensors that hold no numbers
         try:
+            if not _adds_biases(found, wide, inner):
+                return unknown
             return (
                 computing(
                     lambda z: _run(found, z.view(len(z), *inner)).reshape(len(z), -1),
@@ -134,11 +141,22 @@ def _ops(found: Between) -> str:
     return ", ".join(sorted({str(node.target).removeprefix("aten.") for node in found.nodes}))
 
 
-def _run(found: Between, probe: Tensor) -> Tensor:
-    """The nodes on `probe` in place of the first GEMM's rows: biases are 0, nothing is masked, nothing rounded."""
+def _adds_biases(found: Between, wide: int, inner: Sequence[int]) -> bool:
+    """True if biases are added, each once, to the first GEMM's rows before anything else is done to them."""
+    if not found.biases:
+        return True
+    bias = torch.linspace(-0.5, 0.7, wide, dtype=torch.float64)[None]
+    rows = torch.linspace(-2.0, 2.0, 3 * wide, dtype=torch.float64).view(3, wide)
+    added = _run(found, (rows + bias * len(found.biases)).view(3, *inner))
+    return torch.allclose(_run(found, rows.view(3, *inner), bias), added)
+
+
+def _run(found: Between, probe: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The nodes on `probe` in place of the first GEMM's rows: biases are 0 or `bias`, nothing is masked, nothing
+    rounded."""
     zero, no = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.bool)
     known: dict[fx.Node, object] = {found.first: probe}
-    known.update(dict.fromkeys(found.biases, zero))
+    known.update((each, zero if bias is None else bias.expand(len(probe), -1)) for each in found.biases)
     known.update(dict.fromkeys(found.masks, no))
     known.update((node, torch.tensor(number_of(node), dtype=torch.float64)) for node in found.numbers)
     for node in sorted(found.nodes):

@@ -73,8 +73,11 @@ def gemm_at(node: object) -> MatchedGemm | None:
         added, a, b = node.args[:3]
         value = tensor_of(added) if isinstance(added, fx.Node) else None
         assert isinstance(added, fx.Node) and isinstance(a, fx.Node) and isinstance(b, fx.Node), node.args
+        made = tensor_of(node)
+        if value is None or made is None or value.ndim == 0 or hint(value.shape[-1]) != hint(made.shape[-1]):
+            return None  # one number, or one a row: no bias, and no rows that a fused GEMM could begin from
         has_factors = any(argument(node, name) != 1 for name in ("alpha", "beta"))
-        if value is not None and (value.ndim == 1 or value.shape[0] == 1):
+        if value.ndim == 1 or value.shape[0] == 1:
             return MatchedGemm(node, a, b, bias=added, has_factors=has_factors)
         return MatchedGemm(node, a, b, addend=added, has_factors=has_factors)
     a, b = node.args[:2]

@@ -29,6 +29,7 @@ from weaveopt.graph.pattern import (
     aten,
     call,
     is_call,
+    is_rounding,
     item,
     mul,
     skip_casts,
@@ -202,7 +203,7 @@ def _vector_operand(user: fx.Node, carried: fx.Node, like: torch.Tensor) -> fx.N
 
 def _without_offset(vector: fx.Node) -> tuple[fx.Node, float]:
     """`(w, 1.0)` of `1.0 + w.float()` (Gemma), `(w, 0.0)` of a plain or up-cast weight."""
-    under_cast = vector.args[0] if is_call(vector, CAST) else vector
+    under_cast = vector.args[0] if is_rounding(vector) else vector
     if is_call(under_cast, ADD) and isinstance(under_cast, fx.Node) and not under_cast.kwargs:
         for weight, offset in (under_cast.args[:2], under_cast.args[1::-1]):
             if isinstance(weight, fx.Node) and isinstance(offset, int | float) and not isinstance(offset, bool):
