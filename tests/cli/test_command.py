@@ -100,6 +100,36 @@ def test_what_is_wrong_is_said_in_one_line(words: str, message: str, capsys: pyt
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        *(
+            ["explain", "llama-3.3-70b", "--tp", "8", option]
+            for option in ("--why", "--machine", "--disable", "--skew")
+        ),
+        ["calibrate", "--name"],
+        ["tuned", "--wipe", "--cache"],
+    ],
+    ids=lambda words: words[-1],
+)
+def test_an_empty_argument_is_not_taken_as_none(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """So comes a shell's variable that is not set."""
+    for empty in ("", " "):
+        assert f"{words[-1]}: empty" in _error([*words, empty], capsys)
+    assert "MODEL: empty" in _error(["explain", ""], capsys)
+
+
+@pytest.mark.parametrize("options", [[], ["--wipe"]])
+def test_a_file_is_no_folder_of_times(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "times").write_text("mine")
+    named = str(tmp_path / "times")
+    assert f"--cache {named}: is a file" in _error(["tuned", "--cache", named, *options], capsys)
+    monkeypatch.setenv("WEAVE_TUNE_CACHE", named)
+    assert f"WEAVE_TUNE_CACHE {named}: is a file" in _error(["tuned", *options], capsys)
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{", "not JSON"),

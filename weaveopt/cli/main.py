@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import weaveopt
 from weaveopt.cli import calibrate, doctor, explain, question, tuned
-from weaveopt.errors import WeaveError
+from weaveopt.errors import OptionError, WeaveError
 
 MISUSE = 2
 INTERRUPTED = 130
@@ -53,6 +53,7 @@ def _run(argv: Sequence[str] | None) -> int:
         return stop.code if isinstance(stop.code, int) else MISUSE
     command = args.command
     del args.command
+    _refuse_empty(args)
     if command is None:
         root.print_help()
         return 0
@@ -63,6 +64,14 @@ def _run(argv: Sequence[str] | None) -> int:
     if command == "tuned":
         return tuned.run(args.cache, args.wipe)
     return doctor.run(args.format)
+
+
+def _refuse_empty(args: argparse.Namespace) -> None:
+    """Raises `OptionError` for an argument that is empty, as that of a shell's variable which is not set is: to take it
+    as not given would answer another question, or wipe another folder."""
+    for name, value in vars(args).items():
+        if any(isinstance(each, str) and not each.strip() for each in (value if isinstance(value, list) else [value])):
+            raise OptionError(f"{'MODEL' if name == 'model' else f'--{name}'}: empty, expected a value")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

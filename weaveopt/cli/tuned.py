@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from weaveopt.autotune import kernel_store
 from weaveopt.config import variable
+from weaveopt.errors import OptionError
 from weaveopt.wording import counted
 
 
@@ -15,8 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(cache: str | None, wipe: bool) -> int:
-    """List the stored times, a line each device and set of versions, or wipe them. Raises `OSError`."""
+    """List the stored times, a line each device and set of versions, or wipe them.
+
+    Raises `OptionError` where the folder is a file, and `OSError`.
+    """
     folder = kernel_store.folder_of(cache or variable("WEAVE_TUNE_CACHE"))
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise OptionError(f"{'--cache' if cache else 'WEAVE_TUNE_CACHE'} {folder}: is a file, expected a folder")
     if wipe:
         print(f"{folder}: {counted(kernel_store.wipe(folder), 'file')} deleted")
         return 0
