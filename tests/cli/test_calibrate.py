@@ -10,14 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.graphs.preview import without_sensitivity
-from tests.ranks import run_ranks
+from tests.ranks import collect, run_ranks
 from weaveopt import cost_model
 from weaveopt.cli import calibrate
 from weaveopt.cli.calibrate import NO_MULTICAST
 from weaveopt.cli.main import main
 from weaveopt.cost_model.collectives import fabric_costs
+from weaveopt.measure import suite
 from weaveopt.ops.reduction.prices.estimate import estimate_fused, estimate_unfused
 from weaveopt.ops.reduction.prices.workload import Workload
 from weaveopt.ops.reduction.variant import Algorithm
@@ -247,6 +249,28 @@ def test_the_only_gpu_of_a_host_is_measured_alone(tmp_path: Path) -> None:
     assert kinds["ranks"] == "estimate" and machine.gemms and kinds[machine.gemms[0].origin] == "measured"
     asked = ["explain", "llama-3.3-70b", "--layers", "1", "--tokens", "64", "--tp", "1", "--machine"]
     assert main([*asked, str(tmp_path / "alone.json")]) == 0
+
+
+def _abandoned(rank: int, output: str) -> Done:
+    """The last rank ends where ranks begin to measure."""
+
+    def measuring(*_: object) -> object:
+        if rank:
+            os._exit(0)
+        dist.barrier()
+        raise AssertionError("the barrier was passed")
+
+    suite.measure = measuring  # type: ignore[assignment]
+    return _calibrate(rank, ("--device", "cpu", "--output", output), hosts=False, num_gpus=None)
+
+
+def test_a_rank_that_is_lost_is_one_line(tmp_path: Path) -> None:
+    left, lost = collect(_abandoned, 2, str(tmp_path / "profile.json"), timeout_s=60, grouped=False)
+    assert "exit code 0" in lost.error and isinstance(left.value, Done), left.error
+    said = [line for line in left.value.stderr.splitlines() if "error" in line]
+    assert left.value.returncode == 2 and len(said) == 1 and "Traceback" not in left.value.stderr, left.value
+    assert said[0].startswith("weaveopt: error: calibrate: another rank ended, or did not answer")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_places_that_cannot_be_written_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

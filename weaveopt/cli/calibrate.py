@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from weaveopt.cli.progress import progress
 from weaveopt.config import resolve, variable
-from weaveopt.errors import OptionError, ProfileError
+from weaveopt.errors import OptionError, PeerTimeoutError, ProfileError, WeaveError
 from weaveopt.wording import counted
 
 if TYPE_CHECKING:
@@ -178,7 +178,17 @@ def run(asked: CalibrateArguments) -> int:
         raise OptionError(
             f"the ranks do not synchronize: {words}; start them with torchrun or accelerate launch"
         ) from error
-    _measure(asked, device, base)
+    try:
+        _measure(asked, device, base)
+    except WeaveError:
+        raise
+    except RuntimeError as error:
+        if not _is_of_peers(error):
+            raise
+        words = " ".join(str(error).split())[:300]
+        raise PeerTimeoutError(
+            f"calibrate: another rank ended, or did not answer for {GROUP_TIMEOUT_S} s: {words}; start all ranks again"
+        ) from error
     sys.stdout.flush()
     sys.stderr.flush()
     if device.type == "cuda":
@@ -188,6 +198,13 @@ def run(asked: CalibrateArguments) -> int:
         os._exit(0)
     dist.destroy_process_group()
     return 0
+
+
+def _is_of_peers(error: RuntimeError) -> bool:
+    """True for what the library of a process group raises where a peer is gone. Gloo has no class of its own."""
+    import torch.distributed as dist
+
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 def _check_families(only: Sequence[str], device: torch.device) -> None:
