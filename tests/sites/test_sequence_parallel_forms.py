@@ -368,6 +368,14 @@ def test_casts_that_change_values_stay(dtype: torch.dtype) -> None:
     assert [codes(each) for each in found] == [["form_not_known"]] * 2
 
 
+def test_bytes_that_are_read_as_other_numbers_stay() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return all_gather_single(x.sin(), 0, dist.group.WORLD).view(torch.float16) @ w
+
+    (found,) = sites(fn, rows(16, 32), rows(32, 16, dtype=torch.float16), runs=False)
+    assert codes(found) == ["form_not_known"] and "other numbers" in found.site.rejections[0].message
+
+
 @pytest.mark.parametrize("sizes", [(), (1,), (1, 1), (64, 1)])
 def test_gemms_that_add_numbers(sizes: tuple[int, ...]) -> None:
     """`addmm` takes whatever expands to its result."""

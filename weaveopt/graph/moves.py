@@ -146,8 +146,11 @@ def _expand(node: fx.Node, before: Arrangement) -> Arrangement | None:
 
 def _bits(node: fx.Node, before: Arrangement) -> Arrangement | None:
     value, source = tensor_of(node), tensor_of(node.args[0])  # type: ignore[arg-type]
-    same = value is not None and source is not None and value.dtype.itemsize == source.dtype.itemsize
-    return before if same else None
+    if value is None or source is None or value.dtype.itemsize != source.dtype.itemsize:
+        return None
+    # As integers bytes only travel; as floats of another dtype they are other numbers.
+    both_floats = value.dtype.is_floating_point and source.dtype.is_floating_point
+    return None if both_floats and value.dtype != source.dtype else before
 
 
 def _order(node: fx.Node, before: Arrangement) -> Arrangement | None:
@@ -210,7 +213,7 @@ def _index(start: Size, size: Size, length: Size) -> Size | None:
 
 
 _WHY: dict[object, str] = {
-    aten.view.dtype: "bytes are read as elements of another size",
+    aten.view.dtype: "bytes are read as elements of another size, or as other numbers",
     aten.expand.default: "elements are repeated",
 }
 _Step = Callable[[fx.Node, Arrangement], Arrangement | tuple[Arrangement, ...] | None]
