@@ -39,7 +39,7 @@ def test_a_rank_that_compiles_again_alone_waits_for_nobody(tmp_path: Path) -> No
     """Its input has other strides, so a kernel of its graph was never timed: what was agreed on before counts."""
     (first, timed, _), (second, timed_too, took_s) = run_ranks(_alone, 2, str(tmp_path))
     assert first == [True] and second == [True, True]
-    assert timed == timed_too == 1 and took_s < 20.0
+    assert timed == timed_too == 1 and took_s < 40.0, "60 s is how long ranks wait for each other"
 
 
 def _mesh(rank: int, folder: str) -> tuple[list[bool], list[float], int]:
@@ -55,7 +55,7 @@ def _mesh(rank: int, folder: str) -> tuple[list[bool], list[float], int]:
 def test_data_parallel_ranks_do_not_wait_for_each_others_times(tmp_path: Path) -> None:
     for rewritten, took, timed in run_ranks(_mesh, 4, str(tmp_path), timeout_s=200):
         assert all(rewritten) and len(rewritten) in (2, 4) and timed >= 1
-        assert max(took) < 20.0, took
+        assert max(took) < 40.0, took
 
 
 def _two_groups(rank: int, folder: str) -> tuple[list[bool], dict[str, float]]:
