@@ -58,34 +58,44 @@ class _Channel:
     """Digest of the graph's collectives in the group."""
     guard: str
 
-    def tell(self, document: Mapping[str, object], timeout_s: float) -> int | Closed:
-        """Publish a document. Raises `NoAgreementError` where the store fails."""
-        try:
-            return self.rounds.publish(json.dumps({**document, "graph": self.graph}), self.graph, timeout_s, KERNELS)
-        except AgreementError as error:
-            raise NoAgreementError(str(error)) from None
-
     def gather(self, document: Mapping[str, object], timeout_s: float) -> list[dict[str, Any]]:
         """The documents of all ranks. Raises `NoAgreementError` where they have none about the same."""
-        found: object = self.tell(document, timeout_s)
-        if isinstance(found, int):
-            try:
-                found = self.rounds.collect(found, self.graph, self.guard, timeout_s, KERNELS)
-            except AgreementError as error:
-                raise NoAgreementError(str(error)) from None
+        text = json.dumps({**document, "graph": self.graph})
+        try:
+            found = self._round(text, timeout_s)
+            while isinstance(found, Closed) and found.skeleton != self.graph:
+                found = self._round(text, timeout_s)  # the round was of a graph that a peer compiled before
+        except AgreementError as error:
+            raise NoAgreementError(str(error)) from None
         if isinstance(found, Closed):
-            if found.why is Why.LATE:
-                _gave_up.add(self.rounds)
-                raise NoAgreementError(f"{listed('rank', found.peers)} did not come within {timeout_s:g} s")
-            raise NoAgreementError(f"{listed('rank', found.peers)} went on without compiling such a graph")
-        assert isinstance(found, tuple)
+            raise NoAgreementError(self._words(found, timeout_s))
         told = [json.loads(text) for text in found]
         for rank, each in zip(self.ranks, told, strict=True):
-            if each["why"]:
-                raise NoAgreementError(f"rank {rank}: {each['why']}")
             if (each["graph"], each["step"]) != (self.graph, document["step"]):
                 raise NoAgreementError(f"rank {rank} compiled another graph")
         return told
+
+    def _round(self, text: str, timeout_s: float) -> tuple[str, ...] | Closed:
+        number = self.rounds.publish(text, self.graph, timeout_s, KERNELS)
+        if isinstance(number, Closed):
+            return number
+        return self.rounds.collect(number, self.graph, self.guard, timeout_s, KERNELS)
+
+    def decline(self, why: str, timeout_s: float) -> None:
+        """Tell peers that wait for this rank's times of the graph why there are none."""
+        with contextlib.suppress(AgreementError):
+            self.rounds.decline(self.graph, why, timeout_s, KERNELS)
+
+    def _words(self, closed: Closed, timeout_s: float) -> str:
+        peers = listed("rank", closed.peers)
+        match closed.why:
+            case Why.LATE:
+                _gave_up.add(self.rounds)
+                return f"{peers} did not come within {timeout_s:g} s"
+            case Why.DECLINED:
+                return closed.reason if closed.reason.startswith("rank") else f"rank {closed.rank} {closed.reason}"
+            case _:
+                return f"{peers} went on without compiling such a graph"
 
 
 class KernelExchange:
@@ -102,9 +112,9 @@ class KernelExchange:
         asked = set(groups)
         channels = {name: self._channel(name, captured, compile_, context) for name in sorted(real)}
         self._channels = [channel for name, channel in channels.items() if name in asked]
-        if compile_.attempt == 0:  # else it may be alone, and a document would be read as the next graph's
+        if compile_.attempt == 0:  # else it may be alone, and nobody waits
             for name in channels.keys() - asked:
-                self._decline(channels[name], "has no site to rewrite in the group")
+                channels[name].decline("has no site to rewrite in the group", self._longest_s)
 
     def _channel(self, name: str, captured: CapturedGraph, compile_: Compile, context: Context) -> _Channel:
         graph = digest(collectives_of(name, captured.graph))
@@ -124,16 +134,17 @@ class KernelExchange:
         """Groups of which a rank exchanges times in others too."""
         for number in range(SPREADS):
             channels = spreads if number else self._channels
-            for at, channel in enumerate(channels):
+            for channel in channels:
                 document = {
-                    "why": "", "step": f"{'timed' if more_s else 'known'} {number}", "groups": len(self._channels),
+                    "step": f"{'timed' if more_s else 'known'} {number}", "groups": len(self._channels),
                     "missing": missing, "times": _rows(known),
                 }  # fmt: skip
                 try:
                     told = channel.gather(document, timeout_s)
                 except NoAgreementError as error:
-                    for other in (*channels[at + 1 :], *(spreads if number == 0 else ())):
-                        self._decline(other, str(error))
+                    for other in self._channels:
+                        if other is not channel:
+                            other.decline(str(error), timeout_s)
                     raise
                 missing = max(each["missing"] for each in told)
                 if number == 0 and max(each["groups"] for each in told) > 1:
@@ -141,10 +152,6 @@ class KernelExchange:
                 for each in told:
                     _take(known, each["times"])
         return SharedTimes(known, missing)
-
-    def _decline(self, channel: _Channel, why: str) -> None:
-        with contextlib.suppress(NoAgreementError):
-            channel.tell({"why": why}, self._longest_s)
 
 
 Row = tuple[str, str, int, list[int], str, float, float]

@@ -45,6 +45,8 @@ class Why(StrEnum):
     """A peer is inside a call of a rewritten graph that the closing rank has not made: nothing right can follow."""
     LATE = "late"
     """A peer did not come in time."""
+    DECLINED = "declined"
+    """The closing rank has nothing to say about this graph."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,20 @@ class Rounds:
         """Collect all ranks' documents of a round, in group order, or how it was closed. Raises as `publish`."""
         place = _place(what, number)
         return bounded(lambda: self._collect(place, skeleton, reason, timeout_s), self.where, what, timeout_s)
+
+    def decline(self, skeleton: str, reason: str, timeout_s: float, what: str = WHAT) -> None:
+        """Closes this rank's next round: ranks that compile a graph of the same collectives hear of it, others pass it
+        over, so the ranks' numbers stay alike whoever expected the round. Raises as `publish`."""
+        word = json.dumps(asdict(Closed(Why.DECLINED, self.rank, (), skeleton, reason)))
+
+        def work() -> None:
+            closed = None
+            while closed is None or closed.skeleton != skeleton:
+                number = self._next.get(what, 0)
+                self._next[what] = number + 1
+                closed = self._close(_place(what, number), word)
+
+        bounded(work, self.where, what, timeout_s)
 
     def settle(self, number: int, wait_s: float = 5.0) -> None:
         """Make rank 0, which may host the store, wait until all ranks have read a round, for ranks that are about to
