@@ -32,6 +32,27 @@ def _eps_twice(w: forms.Weights, x: Tensor, residual: Tensor) -> Tensor:
     return total * torch.rsqrt(torch.add(total.pow(2).mean(-1, keepdim=True), 1.0, alpha=2)) * w.norm
 
 
+def _varies_otherwise(w: forms.Weights, x: Tensor, residual: Tensor) -> Tensor:
+    total = _total(w, x, residual)
+    by_token = total - total.mean(1, keepdim=True)
+    return (total - total.mean(-1, keepdim=True)) * torch.rsqrt(by_token.pow(2).mean(-1, keepdim=True) + 1) * w.norm
+
+
+def _mean_of_tokens(w: forms.Weights, x: Tensor, residual: Tensor) -> Tensor:
+    total = _total(w, x, residual)
+    variance, _ = torch.var_mean(total, -1, correction=0, keepdim=True)
+    return (total - total.mean(1, keepdim=True)) * torch.rsqrt(variance + 1) * w.norm
+
+
+def _weight_turned(w: forms.Weights, x: Tensor, residual: Tensor) -> Tensor:
+    return _rms(_total(w, x, residual)) * w.norm.view(8, 8).t().reshape(-1)
+
+
+def _sum_of_fewer_rows(w: forms.Weights, x: Tensor, residual: Tensor) -> Tensor:
+    total = forms.all_reduce(x @ w.product) + forms.all_reduce(x[:1].relu() @ w.second)
+    return _rms(residual + total) * w.norm
+
+
 def _whole_weight(w: forms.Weights, x: Tensor, residual: Tensor) -> Tensor:
     return _rms(_total(w, x, residual)) * (w.norm * 3).to(torch.int32).to(torch.float32)
 
@@ -76,8 +97,9 @@ def _scores_scaled_by_the_mask(w: forms.Weights, x: Tensor, residual: Tensor) ->
 @pytest.mark.parametrize(
     "form",
     [
-        _eps_twice, _whole_weight, _weight_switched, _weight_of_8_bits, _whole_offset, _whole_sum, _whole_bias,
-        _number_added_by_the_product, _column_added_by_the_product, _scores_scaled_by_the_mask,
+        _eps_twice, _varies_otherwise, _mean_of_tokens, _weight_turned, _sum_of_fewer_rows, _whole_weight,
+        _weight_switched, _weight_of_8_bits, _whole_offset, _whole_sum, _whole_bias, _number_added_by_the_product,
+        _column_added_by_the_product, _scores_scaled_by_the_mask,
     ],
 )  # fmt: skip
 def test_it_computes_as_eager(form: Form) -> None:

@@ -129,13 +129,21 @@ class Equal:
 
 @dataclass(frozen=True)
 class OneDim:
-    """A list of one dimension, bound to `dim`; that it is the last one is for the caller to check with the shape."""
+    """A list of one dimension, bound to `name`; that it is the last one is for the caller to check with the shape.
+
+    Where the name is bound already, the same dimension again.
+    """
+
+    name: str = "dim"
 
     def match(self, node: Argument, bindings: Bindings, depth: int = 0) -> Bindings | Mismatch:
         dims = list(node) if isinstance(node, list | tuple) else [node]
-        if len(dims) == 1 and isinstance(dims[0], int):
-            return {**bindings, "dim": dims[0]}
-        return Mismatch(_name(node), "one dimension", describe(node), depth)
+        if len(dims) != 1 or not isinstance(dims[0], int):
+            return Mismatch(_name(node), "one dimension", describe(node), depth)
+        bound = bindings.get(self.name, dims[0])
+        if bound != dims[0]:
+            return Mismatch(_name(node), f"dimension {bound} again", describe(node), depth)
+        return {**bindings, self.name: dims[0]}
 
 
 @dataclass(frozen=True)
@@ -251,10 +259,15 @@ def is_rounding(node: Argument) -> bool:
 
 
 def skip_casts(node: fx.Node) -> fx.Node:
-    """The node whose values `node` holds up to rounding, under views and dtype casts."""
-    while (is_call(node, SHAPE_ONLY) or is_rounding(node)) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
+    """The node of as many dimensions whose values `node` holds up to rounding, under views and dtype casts."""
+    value = tensor_of(node)
+    found, under = node, node
+    while (is_call(under, SHAPE_ONLY) or is_rounding(under)) and isinstance(under.args[0], fx.Node):
+        under = under.args[0]
+        below = tensor_of(under)
+        if value is not None and below is not None and below.ndim == value.ndim:
+            found = under
+    return found
 
 
 def tensor_of(node: fx.Node) -> torch.Tensor | None:

@@ -275,8 +275,8 @@ def _pass_add(walk: _Walk, reader: fx.Node) -> bool | Rejection:
         return walk.refuse("form_not_known", "an addition of this form is not part of any site", reader)
     if value.dtype != before.dtype or value.shape != before.shape or _dtype(other) != before.dtype:
         return walk.refuse("dtype_changes", "the addition changes the dtype or shape of the reduced value", reader)
-    partner = _reduced_by(other, walk)
     operand = tensor_of(other)
+    partner = _reduced_by(other, walk) if operand is not None and operand.shape == before.shape else None
     if partner is not None:
         walk.collectives.append(partner.nodes[0])
         walk.passed.update(partner.nodes)

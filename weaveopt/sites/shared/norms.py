@@ -69,7 +69,7 @@ _VAR_MEAN = Where(
     _is_population_variance,
     "var_mean(correction=0, keepdim=True)",
 )
-_MEAN = OneOf((call(aten.mean.dim, _X, OneDim(), Equal(True)), item(_VAR_MEAN, 1)))
+_MEAN = OneOf((call(aten.mean.dim, _X, OneDim("mean_dim"), Equal(True)), item(_VAR_MEAN, 1)))
 _CENTERED = call(aten.sub.Tensor, _X, _MEAN)
 _CENTERED_SQUARE = OneOf((call(aten.pow.Tensor_Scalar, _CENTERED, Equal(2)), mul(_CENTERED, _CENTERED)))
 _VARIANCE = OneOf((call(aten.mean.dim, _CENTERED_SQUARE, OneDim(), Equal(True)), item(_VAR_MEAN, 0)))
@@ -144,10 +144,11 @@ def _norm_at(core: fx.Node, order: dict[fx.Node, int]) -> Norm | None:
 
 
 def _extended(kind: NormKind, core: fx.Node, bindings: Bindings, order: dict[fx.Node, int]) -> Norm | None:
-    x, eps, dim = bindings["x"], bindings["eps"], bindings["dim"]
+    x, eps = bindings["x"], bindings["eps"]
+    dims = {bindings[name] for name in ("dim", "mean_dim") if name in bindings}
     assert isinstance(x, fx.Node)
     value, eps_value = tensor_of(x), number_of(eps)
-    if eps_value is None or value is None or value.ndim == 0 or dim not in (-1, value.ndim - 1):
+    if eps_value is None or value is None or value.ndim == 0 or not dims <= {-1, value.ndim - 1}:
         return None
     source = x.args[0] if is_call(x, CAST) else x
     assert isinstance(source, fx.Node)
