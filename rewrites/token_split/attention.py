@@ -12,12 +12,13 @@ from collections.abc import Callable
 import torch
 import torch.fx as fx
 from torch.fx.node import Argument
+from torch.utils._python_dispatch import _disable_current_modes
 
 from weaveopt.graph.pattern import is_call, tensor_of
 from weaveopt.graph.values import argument
 from weaveopt.rewrites.token_split.builder import Builder
 from weaveopt.rewrites.token_split.cache import ROWS, Available, Caches
-from weaveopt.rewrites.token_split.causality import bound_of
+from weaveopt.rewrites.token_split.causality import bound_of, is_at_most
 from weaveopt.rewrites.token_split.copies import AxisRange, Copied, Copier, NotCopied
 from weaveopt.rewrites.token_split.slices import Slices
 from weaveopt.rewrites.token_split.values import Cut, Mark, Parts, Value, sizes_of
@@ -47,8 +48,8 @@ class AttentionParts:
         form, reading = site.form, site.reading
         bound = bound_of(form.mask, form.is_causal, reading.mask)
         # A query that sees no key takes the mean of all values if the bias is a finite number, and needs all of them.
-        may_see_none = reading.mask is None and form.sinks is None and reading.fill not in (None, float("-inf"))
-        if bound is None or may_see_none:
+        takes_mean = form.sinks is None and reading.fill not in (None, float("-inf"))
+        if bound is None or (takes_mean and not _every_query_sees(site)):
             return MASK_NOT_PROVEN
         known = all(self.caches.is_bounded(each, bound) for each in (site.key, site.value))
         return MASK_PROVEN if known else CACHE_NOT_KNOWN
@@ -166,3 +167,16 @@ class AttentionParts:
         shape = [lead[0], lead[1] if on_gpu else 1, size(queries.size), size(keys.size)]
         self._biases[key] = build(aten.expand.default, (bias, shape), call)
         return self._biases[key]
+
+
+def _every_query_sees(site: AttentionNodes) -> bool:
+    """True if the mask is proven to admit a key for every query."""
+    mask = site.reading.mask
+    rows, columns = (sizes_of(each.meta["val"])[ROWS] for each in (site.form.query, site.key))
+    if mask is None:
+        return False
+    if isinstance(rows, int) and isinstance(columns, int):
+        with _disable_current_modes():  # whoever compiles has fake tensors switched on
+            return mask.every_query_sees(rows, columns)
+    # A query's own position is among the keys where these are as many, and admitted by every mask of that kind.
+    return mask.offset == 0 and mask.num_filled is None and is_at_most(rows, columns)

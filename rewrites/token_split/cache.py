@@ -17,7 +17,7 @@ from weaveopt.graph.arrangement import Size
 from weaveopt.graph.pattern import is_call, tensor_of
 from weaveopt.graph.values import argument
 from weaveopt.rewrites.token_split.builder import Builder
-from weaveopt.rewrites.token_split.causality import Bound, positions
+from weaveopt.rewrites.token_split.causality import Bound, is_at_most, positions
 from weaveopt.rewrites.token_split.values import Cut, Mark, Parts, Value, simplified, sizes_of
 
 aten = torch.ops.aten
@@ -71,12 +71,12 @@ class Caches:
             written = positions(keys.args[1][ROWS])  # type: ignore[index]
             if written is None or written.dim != -1 or not _count_alike(written.root, bound.root):
                 return False
-            return _at_most(bound.high, written.offset)
+            return is_at_most(bound.high, written.offset)
         value = self._value_of(keys)
         if isinstance(value, Parts):
-            return value.mark == Mark(ROWS) and bound.root is None and _at_most(bound.high, 0)
+            return value.mark == Mark(ROWS) and bound.root is None and is_at_most(bound.high, 0)
         before = self._before(keys)
-        return before is not None and bound.root is None and _at_most(bound.high, before)
+        return before is not None and bound.root is None and is_at_most(bound.high, before)
 
     def available(self, keys: fx.Node, part: int) -> Available:
         """The keys that a part may read, where `is_bounded`."""
@@ -143,9 +143,3 @@ def _advance(counter: fx.Node) -> object:
                 step = total.args[1]  # type: ignore[union-attr]
                 return str(step.meta["val"]) if isinstance(step, fx.Node) else step
     return None
-
-
-def _at_most(a: Size, b: Size) -> bool:
-    """True if `a <= b` whatever the symbols are."""
-    difference = simplified(b - a)
-    return difference >= 0 if isinstance(difference, int) else bool(difference.is_nonnegative)

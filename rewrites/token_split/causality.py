@@ -21,6 +21,8 @@ from weaveopt.sites.shared.masks.classes import MaskKind
 from weaveopt.sites.shared.masks.intervals import AND, COMPARE, MIRRORED, SAME
 
 aten = torch.ops.aten
+_WHOLE = (torch.int32, torch.int64)
+"""Dtypes that hold every position: narrower ones wrap, and floats and booleans give several positions one number."""
 _VIEWS = frozenset({aten.view.default, aten.unsqueeze.default, aten.expand.default}) | CAST | SAME
 
 
@@ -80,12 +82,16 @@ def positions(value: object) -> Positions | None:
         return Positions(size_of(found))
     if not isinstance(value, fx.Node) or not isinstance(found, torch.Tensor):
         return None
+    if found.dtype not in _WHOLE:
+        return None
     if value.op == "placeholder":
-        return Positions(0, value) if found.numel() == 1 and not found.dtype.is_floating_point else None
+        return Positions(0, value) if found.numel() == 1 else None
     if is_call(value, frozenset({torch.ops.prims.iota.default})):
         start, step = value.kwargs["start"], value.kwargs["step"]
         first = positions(start)
-        return Positions(first.offset, None, -1) if step == 1 and first is not None and first.root is None else None
+        if step != 1 or first is None or first.root is not None:
+            return None
+        return Positions(first.offset, None, None if str(found.shape[0]) == "1" else -1)  # one may be repeated
     if is_call(value, frozenset({aten.add.Tensor, aten.sub.Tensor})) and not value.kwargs:
         return _sum(value)
     if is_call(value, frozenset({aten.index.Tensor})):
@@ -116,9 +122,15 @@ def _indexed(node: fx.Node) -> Positions | None:
     if len(places) != value.ndim:
         return None
     at = positions(places[source.dim])
-    return (
-        None if at is None or at.root is not None else replace(at, offset=at.offset + source.offset, root=source.root)
-    )
+    if at is None or at.root is not None or not is_at_most(0, at.offset):  # places before the first count from the end
+        return None
+    return replace(at, offset=at.offset + source.offset, root=source.root)
+
+
+def is_at_most(a: Size, b: Size) -> bool:
+    """True if `a <= b` whatever the symbols are."""
+    difference = simplified(b - a)
+    return difference >= 0 if isinstance(difference, int) else bool(difference.is_nonnegative)
 
 
 def _moved(node: fx.Node, value: torch.Tensor) -> Positions | None:

@@ -18,7 +18,7 @@ from weaveopt.graph.values import argument
 from weaveopt.rewrites.token_split.builder import VIEWS, Builder
 from weaveopt.rewrites.token_split.shapes import viewed
 from weaveopt.rewrites.token_split.values import Cut, Mark, Parts, Value, simplified, sizes_of
-from weaveopt.sites.shared.masks.bias import BooleanForm, boolean_form
+from weaveopt.sites.shared.masks.bias import BooleanForm, boolean_form, under_padding
 from weaveopt.sites.shared.masks.evaluate import POINTWISE
 
 aten = torch.ops.aten
@@ -145,12 +145,10 @@ class Slices:
 
     def _through_padding(self, node: fx.Node, dim: int, begin: Size, end: Size) -> fx.Node | None:
         """Rows that are padded to an aligned length, `slice(constant_pad_nd(x, [0, n]), -1, 0, size of x)`."""
-        padded = node.args[0]
-        if not is_call(padded, frozenset({aten.constant_pad_nd.default})):
-            return None
-        assert isinstance(padded, fx.Node)
-        source, last = padded.args[0], len(_sizes(node)) - 1
-        if not isinstance(source, fx.Node) or _sizes(source) != _sizes(node) or node.args[1] not in (-1, last):
+        padded, last = node.args[0], len(_sizes(node)) - 1
+        assert isinstance(padded, fx.Node), node.args
+        source = under_padding(node, padded)
+        if source is None or node.args[1] not in (-1, last) or len(padded.args[1]) != 2:  # type: ignore[arg-type]
             return None
         inner = self._pushed(source, dim, begin, end)
         columns = _sizes(inner)[last]

@@ -103,7 +103,7 @@ def _peel(node: fx.Node, *, casts: bool) -> fx.Node:
         if not keeps and is_call(node, _VIEW):
             keeps = _without_leading_ones(_shape(node)) == _without_leading_ones(_shape(source))
         if not keeps and is_call(node, frozenset({aten.slice.Tensor})):
-            unpadded = _under_padding(node, source)
+            unpadded = under_padding(node, source)
             if unpadded is None:
                 return node
             source, keeps = unpadded, True
@@ -129,7 +129,7 @@ def _without_leading_ones(shape: list[str]) -> list[str]:
     return shape[next((at for at, size in enumerate(shape) if size != "1"), len(shape)) :]
 
 
-def _under_padding(node: fx.Node, padded: fx.Node) -> fx.Node | None:
+def under_padding(node: fx.Node, padded: fx.Node) -> fx.Node | None:
     """x of `slice(constant_pad_nd(x, [0, n]), dim, 0, size of x)`: what torch does to align the mask's rows."""
     if not is_call(padded, frozenset({aten.constant_pad_nd.default})) or not isinstance(padded.args[0], fx.Node):
         return None
