@@ -113,7 +113,7 @@ def unrepeated(node: fx.Node, used_by: frozenset[fx.Node]) -> tuple[fx.Node, fro
     wide = [each for each in chain[:-1] if ndim_of(each) == 5]
     if not isinstance(source, fx.Node) or ndim_of(source) != 4 or added.args[1] not in (2, -3) or not wide:
         return node, frozenset()
-    if not _repeats(node, wide[0], source):
+    if not _repeats(node, wide[0], source) or not all(map(_keeps_places, wide)):
         return node, frozenset()
     own: set[fx.Node] = set()
     for each in chain:
@@ -121,6 +121,14 @@ def unrepeated(node: fx.Node, used_by: frozenset[fx.Node]) -> tuple[fx.Node, fro
             break
         own.add(each)
     return source, frozenset(own)
+
+
+def _keeps_places(node: fx.Node) -> bool:
+    """True unless a view arranges elements in other dimensions."""
+    before, after = tensor_of(node.args[0]), tensor_of(node)  # type: ignore[arg-type]
+    if is_call(node, COPIES | {aten.expand.default, aten.unsqueeze.default}) or before is None or after is None:
+        return True
+    return before.ndim == after.ndim and all(same_size(x, y) for x, y in zip(before.shape, after.shape, strict=True))
 
 
 def _repeats(node: fx.Node, wide: fx.Node, source: fx.Node) -> bool:

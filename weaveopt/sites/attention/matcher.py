@@ -170,6 +170,8 @@ def _facts(
     if len(shapes) != 3 or any(len(shape) != 4 for shape in shapes):
         return Rejection("shape_not_known", "queries, keys and values are not [batch, heads, length, head_dim]")
     (batch, heads, queries, head_dim), (_, kv_heads, keys, _), (*_, value_dim) = shapes
+    if shapes[2][:3] != (batch, kv_heads, keys) or shapes[1][0] != batch:
+        return Rejection("shape_not_known", "keys and values differ in sequences, heads or length")
     query = operands[0]
     assert query is not None
     if query.dtype not in DTYPE_NAMES:

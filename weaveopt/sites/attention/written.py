@@ -10,6 +10,7 @@ torch      what it makes of `scaled_dot_product_attention` where no kernel of th
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ import torch.fx as fx
 
 from weaveopt.graph.pattern import CAST, MUL, Argument, is_call, is_rounding, tensor_of
 from weaveopt.graph.scalars import number_of, symbols_of
+from weaveopt.graph.values import argument, hint, shape_of
 from weaveopt.records.candidate import Rejection
 from weaveopt.sites.attention.forms import COPIES, LAYOUTS, VIEWS, AttentionForm, ndim_of, same_size
 
@@ -73,6 +75,7 @@ def written_form(product: fx.Node) -> AttentionForm | None:
             return None
     else:
         scores = logits
+    total = logits
     softcap = 0.0
     capped = _capped(scores, passed, numbers)
     if capped is not None:
@@ -95,13 +98,16 @@ def written_form(product: fx.Node) -> AttentionForm | None:
     output = next((user for user in product.users if is_call(user, VIEWS) and ndim_of(user) == 4), None)
     if output is None or not isinstance(key, fx.Node) or len(product.users) != 1:
         return None
+    ends = _Ends(query, key, value, output)
+    if not _fit(ends, scores, total):
+        return None
     for start, end in begins:
         for each in start.args[:2]:
             while isinstance(each, fx.Node) and each is not end and is_call(each, VIEWS | COPIES):
                 passed.add(each)
                 each = each.args[0]
     passed.add(output)
-    ends = _narrow(_Ends(query, key, value, output), passed)
+    ends = _narrow(ends, passed)
     inside = frozenset(each for each in passed if each not in (ends.query, ends.key, ends.value, mask, sinks))
     leaving = [each for each in inside if each is not ends.output and any(user not in inside for user in each.users)]
     refused = None
@@ -120,6 +126,28 @@ def written_form(product: fx.Node) -> AttentionForm | None:
         sinks=sinks,
         refused=refused,
         numbers=symbols_of(numbers),
+    )
+
+
+def _fit(ends: _Ends, scores: fx.Node, total: fx.Node) -> bool:
+    """True if views between the GEMMs keep heads and rows in their places: they could also mix them.
+
+    `scores` [batch * heads, queries, keys] is the first GEMM's result, `total` [batch, heads, queries, keys] the
+    operand of the softmax.
+    """
+    query, key, value, output, product, whole = (
+        () if each is None else shape_of(each)
+        for each in map(tensor_of, (ends.query, ends.key, ends.value, ends.output, scores, total))
+    )
+    if len(query) != 4 or len(key) != 4 or len(value) != 4:
+        return False
+    (batch, heads, queries, dim), keys = query, key[2]
+    return (
+        all(each[:1] + each[2:3] == (batch, keys) and each[1] in (heads, 1) for each in (key, value))
+        and key[3] == dim
+        and product == (batch * heads, queries, keys)
+        and whole == (batch, heads, queries, keys)
+        and output == (batch, heads, queries, value[3])
     )
 
 
@@ -232,17 +260,27 @@ def _softmax_of(node: fx.Node, passed: set[fx.Node]) -> fx.Node | None:
     if not is_call(exp, frozenset({aten.exp.default})) or not is_call(total, frozenset({aten.sum.dim_IntList})):
         return None
     assert isinstance(exp, fx.Node) and isinstance(total, fx.Node)
-    if total.args[0] is not exp or list(total.args[1]) not in ([-1], [3]):  # type: ignore[arg-type]
+    if total.args[0] is not exp or not _is_of_rows(total):
         return None
     difference = exp.args[0]
     if not is_call(difference, frozenset({aten.sub.Tensor})):
         return None
     assert isinstance(difference, fx.Node)
     logits, largest = difference.args[:2]
-    if not is_call(largest, frozenset({aten.amax.default})) or largest.args[0] is not logits:  # type: ignore[union-attr]
+    if not isinstance(largest, fx.Node) or not is_call(largest, frozenset({aten.amax.default})):
         return None
-    passed.update((node, exp, total, difference, largest))  # type: ignore[arg-type]
+    if largest.args[0] is not logits or not _is_of_rows(largest):
+        return None
+    passed.update((node, exp, total, difference, largest))
     return _through(logits, CAST, passed)
+
+
+def _is_of_rows(reduced: fx.Node) -> bool:
+    """True if a reduction is over the last of four dimensions, which it keeps."""
+    dims = argument(reduced, "dim")
+    return (list(dims) if isinstance(dims, list | tuple) else [dims]) in ([-1], [3]) and bool(
+        argument(reduced, "keepdim")
+    )
 
 
 def _less_maximum(node: fx.Node, passed: set[fx.Node]) -> fx.Node:
@@ -252,7 +290,9 @@ def _less_maximum(node: fx.Node, passed: set[fx.Node]) -> fx.Node:
     whole, largest = node.args[:2]
     reduced = largest.args[0] if is_call(largest, frozenset({operator.getitem})) else largest  # type: ignore[union-attr]
     named = frozenset({aten.max.dim, aten.amax.default})
-    if isinstance(whole, fx.Node) and is_call(reduced, named) and reduced.args[0] is whole:  # type: ignore[union-attr]
+    if not isinstance(whole, fx.Node) or not isinstance(reduced, fx.Node) or not is_call(reduced, named):
+        return node
+    if reduced.args[0] is whole and _is_of_rows(reduced):
         passed.update(each for each in (node, largest, reduced) if isinstance(each, fx.Node))
         return whole
     return node
@@ -260,10 +300,30 @@ def _less_maximum(node: fx.Node, passed: set[fx.Node]) -> fx.Node:
 
 def _sinks_of(node: object, passed: set[fx.Node]) -> fx.Node | None:
     """[heads] under `sinks.reshape(1, -1, 1, 1).expand(batch, -1, queries, -1)`."""
-    while isinstance(node, fx.Node) and is_call(node, VIEWS | CAST | {aten.unsqueeze.default}) and ndim_of(node) > 1:
-        passed.add(node)
+    own: list[fx.Node] = []
+    by_head: tuple[int, ...] = ()
+    """Shape of the first value of four dimensions."""
+    while isinstance(node, fx.Node) and ndim_of(node) > 1 and (is_call(node, _SPREADS) or is_rounding(node)):
+        own.append(node)
+        value = tensor_of(node)
+        by_head = shape_of(value) if value is not None and value.ndim == 4 and not is_call(node, _EXPAND) else by_head
         node = node.args[0]
-    return node if isinstance(node, fx.Node) and ndim_of(node) == 1 else None
+    value = tensor_of(node) if isinstance(node, fx.Node) else None
+    if not isinstance(node, fx.Node) or value is None or value.ndim != 1 or by_head != (1, *shape_of(value), 1, 1):
+        return None
+    if any(_hint_size(each) != hint(value.shape[0]) for each in own if not is_call(each, _EXPAND)):
+        return None  # what was repeated is arranged anew
+    passed.update(own)
+    return node
+
+
+_EXPAND = frozenset({aten.expand.default})
+_SPREADS = VIEWS | {aten.unsqueeze.default}
+
+
+def _hint_size(node: fx.Node) -> int:
+    value = tensor_of(node)
+    return 0 if value is None else math.prod(shape_of(value))
 
 
 def _is_cut_to(cut: fx.Node, before: fx.Node) -> bool:

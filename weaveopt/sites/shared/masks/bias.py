@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from weaveopt.graph.pattern import CAST, Argument, describe, is_call, tensor_of
+from weaveopt.graph.pattern import CAST, Argument, describe, is_call, is_rounding, tensor_of
 from weaveopt.records.candidate import Rejection
 
 aten = torch.ops.aten
@@ -66,7 +66,7 @@ def boolean_form(mask: fx.Node) -> BooleanForm | Rejection:
 def constant_of(argument: Argument) -> float | None:
     """The one number that an argument holds throughout, under casts and expansions."""
     while isinstance(argument, fx.Node):
-        if is_call(argument, CAST | _SAME | _VIEW | _SCALAR):
+        if is_rounding(argument) or is_call(argument, _SAME | _VIEW | _SCALAR):
             argument = argument.args[0]
         elif is_call(argument, _FULL):
             argument = argument.args[1]
