@@ -84,6 +84,8 @@ class Activation:
 
 
 _PROBE_ROWS = 3
+_PROBE_SCALES = (4.0, 64.0, 4096.0)
+"""Numbers around 0, where activations differ, and large ones, where some are cut off by other means than a clamp."""
 
 
 def computing(
@@ -99,7 +101,7 @@ def computing(
     `limits` and `alphas` are the numbers that it may contain. Raises what `run` raises.
     """
     tried = sorted({limit for limit in limits if 0 < limit < float("inf")})
-    scales = (4.0, *(4.0 * limit for limit in tried))
+    scales = (*_PROBE_SCALES, *(4.0 * limit for limit in tried))
     probes = [_probe(size, scale) for scale in scales]
     results = [run(probe.clone()) for probe in probes]
     for each in _hypotheses(gated, tried, sorted({*alphas})):

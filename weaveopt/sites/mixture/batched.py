@@ -34,7 +34,8 @@ def batched_experts(first: fx.Node, second: fx.Node) -> Experts:
     reading = Reading({first, second})
     up, index, rows = _gathered(first, reading)
     down, other_index, down_rows = _gathered(second, reading)
-    ids, other_ids = unclamped(index, reading), unclamped(other_index, reading)
+    num_experts = value_of(up.weight).shape[0]
+    ids, other_ids = (unclamped(each, num_experts, reading) for each in (index, other_index))
     if ids is not other_ids:
         raise Unknown(other_ids, "the experts of the first GEMM")
     x, num_choices = _repeated(rows, reading)

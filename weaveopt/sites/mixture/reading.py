@@ -9,6 +9,7 @@ import torch
 import torch.fx as fx
 
 from weaveopt.graph.pattern import CLAMP, SHAPE_ONLY, Mismatch, describe, is_call, tensor_of
+from weaveopt.graph.values import argument
 from weaveopt.records.candidate import Rejection
 
 aten = torch.ops.aten
@@ -114,8 +115,17 @@ def unmasked(rows: fx.Node, reading: Reading) -> fx.Node:
     return rows
 
 
-def unclamped(node: object, reading: Reading) -> fx.Node:
-    return reading.through(node, CLAMP)
+def unclamped(node: object, num_experts: int, reading: Reading) -> fx.Node:
+    """Expert ids under clamps that change none of this rank's `num_experts` ids."""
+    while isinstance(node, fx.Node) and is_call(node, CLAMP):
+        least, most = argument(node, "min"), argument(node, "max")
+        if not isinstance(least, int | None) or not isinstance(most, int | None):
+            break
+        if (least is not None and least > 0) or (most is not None and most < num_experts - 1):
+            break
+        reading.passed.add(node)
+        node = node.args[0]
+    return node_of(node, "a tensor")
 
 
 def cut_as_it_is(ids: fx.Node, reading: Reading) -> fx.Node:
@@ -133,7 +143,7 @@ def check_remote_experts(ids: fx.Node, weight: fx.Node, reading: Reading) -> Non
     for mask in reading.masks:
         compared = reading.through(mask, SHAPE_ONLY)
         reading.take(compared, frozenset({aten.ge.Scalar}), "a mask of other ranks' experts")
-        if unclamped(compared.args[0], reading) is not ids or compared.args[1] != num_experts:
+        if unclamped(compared.args[0], num_experts, reading) is not ids or compared.args[1] != num_experts:
             raise Unknown(compared, "a mask of other ranks' experts")
     cut = next((node for node in reading.passed if is_call(node, CLAMP) and node.args[0] is ids), None)
     if cut is not None and not reading.masks:

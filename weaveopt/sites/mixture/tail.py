@@ -50,7 +50,9 @@ def with_bias(linear: Linear, biases: tuple[fx.Node, ...], ids: fx.Node, reading
     gathered = reading.take(biases[0], GATHER, "a bias of each row's expert")
     bias = node_of(gathered.args[0], "a bias of each expert")
     value = tensor_of(bias)
-    if len(biases) > 1 or unclamped(index_of(gathered), reading) is not ids or value is None or value.ndim != 2:
+    num_experts = value_of(linear.weight).shape[0]
+    of_row = unclamped(index_of(gathered), num_experts, reading)
+    if len(biases) > 1 or of_row is not ids or value is None or value.ndim != 2:
         raise Unknown(gathered, "one bias of each row's expert")
     return Linear(linear.weight, linear.transposed, bias)
 

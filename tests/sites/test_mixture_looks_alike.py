@@ -1,0 +1,75 @@
+"""Experts that resemble those that are rewritten, and compute something else: each is left as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.graphs.capturing import captured, context_of
+from weaveopt.records.candidate import Rejection
+from weaveopt.sites.mixture.matcher import MixtureMatcher
+
+EXPERTS, HIDDEN, WIDTH, TOKENS, CHOICES = 4, 32, 24, 6, 2
+Change = Callable[[Tensor], Tensor]
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+def _rejections(
+    act: Change = F.silu, cut: Change = _same, cut_for_bias: Change = _same, masks: bool = False
+) -> tuple[Rejection, ...]:
+    """Why experts are not known, with ids that are changed by `cut`, and by `cut_for_bias` where they have biases."""
+    up, down = torch.randn(EXPERTS, 2 * WIDTH, HIDDEN), torch.randn(EXPERTS, HIDDEN, WIDTH)
+    bias = torch.randn(EXPERTS, 2 * WIDTH)
+
+    def experts(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        ids = chosen.reshape(-1)
+        here = cut(ids)
+        rows = x[:, None].expand(-1, CHOICES, -1).reshape(-1, HIDDEN)
+        z = torch.bmm(up[here], rows[..., None]).squeeze(-1)
+        if cut_for_bias is not _same:
+            z = z + bias[cut_for_bias(ids)]
+        gate, wide = z.chunk(2, -1)
+        y = torch.bmm(down[here], (act(gate) * wide)[..., None]).squeeze(-1)
+        flat = weights.reshape(-1)
+        y = y * (flat.masked_fill(ids >= EXPERTS, 0.0) if masks else flat)[:, None]
+        return y.view(TOKENS, CHOICES, HIDDEN).sum(1)
+
+    chosen = torch.randint(0, EXPERTS, (TOKENS, CHOICES))
+    with torch.no_grad():
+        (graph,) = captured(experts, torch.randn(TOKENS, HIDDEN), chosen, torch.rand(TOKENS, CHOICES))
+    (site,) = MixtureMatcher().find(graph.graph, context_of(graph.groups, 1))
+    return site.site.rejections
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda gate: F.silu(torch.minimum(gate, torch.full((), 20.0))),
+        lambda gate: F.silu(gate - F.relu(gate - 20)),
+    ],
+    ids=["least", "difference"],
+)
+def test_an_activation_that_is_cut_off_far_out(act: Change) -> None:
+    assert [each.code for each in _rejections(act)] == ["activation_not_known"]
+
+
+@pytest.mark.parametrize("cut", [lambda ids: ids.clamp(max=2), lambda ids: ids.clamp(1, 3)], ids=["most", "least"])
+def test_masked_choices_whose_ids_are_cut_to_others_here(cut: Change) -> None:
+    assert [each.code for each in _rejections(cut=cut, masks=True)] == ["form_not_known"]
+    assert _rejections(cut=lambda ids: ids.clamp(max=EXPERTS - 1), masks=True) == ()
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_bias_of_other_experts(masks: bool) -> None:
+    here = torch.clamp
+    found = _rejections(
+        cut=lambda ids: here(ids, max=EXPERTS - 1), cut_for_bias=lambda ids: here(ids, max=1), masks=masks
+    )
+    assert [each.code for each in found] == ["form_not_known"]
