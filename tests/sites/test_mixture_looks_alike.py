@@ -22,7 +22,13 @@ def _same(value: Tensor) -> Tensor:
 
 
 def _rejections(
-    act: Change = F.silu, cut: Change = _same, cut_for_bias: Change = _same, masks: bool = False
+    act: Change = F.silu,
+    cut: Change = _same,
+    cut_for_bias: Change = _same,
+    masks: bool = False,
+    factors: Change | None = None,
+    tokens: int = TOKENS,
+    rows_of: Change = lambda x: x[:, None].expand(-1, CHOICES, -1).reshape(-1, HIDDEN),
 ) -> tuple[Rejection, ...]:
     """Why experts are not known, with ids that are changed by `cut`, and by `cut_for_bias` where they have biases."""
     up, down = torch.randn(EXPERTS, 2 * WIDTH, HIDDEN), torch.randn(EXPERTS, HIDDEN, WIDTH)
@@ -31,19 +37,21 @@ def _rejections(
     def experts(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         ids = chosen.reshape(-1)
         here = cut(ids)
-        rows = x[:, None].expand(-1, CHOICES, -1).reshape(-1, HIDDEN)
+        rows = rows_of(x)
         z = torch.bmm(up[here], rows[..., None]).squeeze(-1)
         if cut_for_bias is not _same:
             z = z + bias[cut_for_bias(ids)]
         gate, wide = z.chunk(2, -1)
         y = torch.bmm(down[here], (act(gate) * wide)[..., None]).squeeze(-1)
+        if factors is not None:
+            return (y.view(tokens, CHOICES, HIDDEN) * factors(weights)).sum(1)
         flat = weights.reshape(-1)
         y = y * (flat.masked_fill(ids >= EXPERTS, 0.0) if masks else flat)[:, None]
-        return y.view(TOKENS, CHOICES, HIDDEN).sum(1)
+        return y.view(tokens, CHOICES, HIDDEN).sum(1)
 
-    chosen = torch.randint(0, EXPERTS, (TOKENS, CHOICES))
+    chosen = torch.randint(0, EXPERTS, (tokens, CHOICES))
     with torch.no_grad():
-        (graph,) = captured(experts, torch.randn(TOKENS, HIDDEN), chosen, torch.rand(TOKENS, CHOICES))
+        (graph,) = captured(experts, torch.randn(tokens, HIDDEN), chosen, torch.rand(tokens, CHOICES))
     (site,) = MixtureMatcher().find(graph.graph, context_of(graph.groups, 1))
     return site.site.rejections
 
@@ -73,3 +81,19 @@ def test_a_bias_of_other_experts(masks: bool) -> None:
         cut=lambda ids: here(ids, max=EXPERTS - 1), cut_for_bias=lambda ids: here(ids, max=1), masks=masks
     )
     assert [each.code for each in found] == ["form_not_known"]
+
+
+@pytest.mark.parametrize(
+    "factors",
+    [lambda weights: weights.reshape(-1), lambda weights: weights[:, :1, None], lambda weights: weights[:1, :, None]],
+    ids=["column", "token", "choice"],
+)
+def test_factors_that_are_not_one_a_choice(factors: Change) -> None:
+    """One a column is as many as choices where the rows of all of them are as many as columns."""
+    assert [each.code for each in _rejections(factors=factors, tokens=HIDDEN // CHOICES)] == ["form_not_known"]
+    assert _rejections(factors=lambda weights: weights[..., None]) == ()
+
+
+def test_rows_that_are_gathered() -> None:
+    found = _rejections(rows_of=lambda x: x[torch.arange(TOKENS * CHOICES) // CHOICES])
+    assert [each.code for each in found] == ["shape_not_known"]

@@ -18,7 +18,7 @@ import torch.fx as fx
 
 from weaveopt.graph.facts import DTYPE_NAMES, module_of
 from weaveopt.graph.pattern import tensor_of
-from weaveopt.graph.values import shape_of
+from weaveopt.graph.values import num_elements, shape_of
 from weaveopt.ops.experts.activation import Activation
 from weaveopt.records.candidate import Rejection, Values, values_of
 from weaveopt.records.site import Site, TokenCounts
@@ -99,8 +99,8 @@ def _found(last: fx.Node, experts: Experts | Rejection, context: Context) -> Fou
 def _facts(experts: Experts) -> MixtureFacts | Rejection:
     values = [tensor_of(each) for each in (experts.x, experts.up.weight, experts.down.weight, experts.output)]
     x, up, down, out = values
-    weights = tensor_of(experts.weights)
-    if x is None or up is None or down is None or out is None or weights is None:
+    weights, chosen = tensor_of(experts.weights), tensor_of(experts.experts)
+    if chosen is None or x is None or up is None or down is None or out is None or weights is None:
         return Rejection("shape_not_known", "an operand is no tensor")
     if x.ndim != 2 or up.ndim != 3 or down.ndim != 3:
         return Rejection("shape_not_known", "rows are not [tokens, hidden], or weights not [experts, out, in]")
@@ -115,6 +115,10 @@ def _facts(experts: Experts) -> MixtureFacts | Rejection:
     if (hidden, out_hidden, wide) != (shape_of(x)[1], hidden, per_row):
         sizes = (("hidden", hidden), ("width", width), ("up", wide), ("down", out_hidden))
         return Rejection("shape_not_known", "the weights of the two projections do not fit each other", sizes)
+    num_chosen = shape_of(x)[0] * experts.num_choices
+    if shape_of(out) != shape_of(x) or any(num_elements(each) != num_chosen for each in (chosen, weights)):
+        counts = (("tokens", shape_of(x)[0]), ("choices", experts.num_choices), ("weights", num_elements(weights)))
+        return Rejection("shape_not_known", "choices and weights are not those of the tokens", counts)
     routing = routing_of(experts.experts, experts.weights)
     return MixtureFacts(
         experts=num_experts,

@@ -83,7 +83,10 @@ def tail_of(second: fx.Node, order: fx.Node | None, reading: Reading) -> Tail:
             take_zeros(reader.args[1], reading)
             reading.masks.append(node_of(reader.args[0], "a mask"))
         elif is_call(reader, MUL) and weights is None:
-            weights = reading.through(_other(reader, node), SHAPE_ONLY)
+            factors = _other(reader, node)
+            if not _is_one_a_row(shape_of(value_of(factors)), shape_of(value_of(node))):
+                raise Unknown(factors, "a weight for each row")
+            weights = reading.through(factors, SHAPE_ONLY)
         elif is_call(reader, GATHER) and order is not None and reader.args[0] is node:
             _inverse(index_of(reader), order, reading)
             order = None
@@ -101,6 +104,12 @@ def tail_of(second: fx.Node, order: fx.Node | None, reading: Reading) -> Tail:
         reading.passed.add(rounded)
         node = rounded
     return Tail(tuple(biases), weights, node)
+
+
+def _is_one_a_row(factors: tuple[int, ...], rows: tuple[int, ...]) -> bool:
+    """True if factors differ along every dimension of the rows but the last one with more than one element."""
+    hidden = next((dim for dim in reversed(range(len(rows))) if rows[dim] != 1), len(rows) - 1)
+    return (1,) * (len(rows) - len(factors)) + factors == (*rows[:hidden], 1, *rows[hidden + 1 :])
 
 
 def _only_reader(node: fx.Node, reading: Reading) -> fx.Node:
