@@ -13,6 +13,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+import torch.fx as fx
+
+from weaveopt.graph.values import argument
 from weaveopt.records.candidate import Rejection, Scalar, Values
 from weaveopt.rewrites.token_split.axis import BATCH, SEQUENCE, TokenAxis, token_axes
 from weaveopt.rewrites.token_split.cuts import JudgedCut, judged, pays, turning_points
@@ -73,6 +77,10 @@ class TokenSplit:
         """Reasons that are known from the captured graph alone."""
         if captured.phase in ("forward", "backward"):
             return Rejection("saved_for_backward", "the backward pass reads what the graph saves of all tokens")
+        drawn = [node for node in captured.graph.nodes if _draws(node)]
+        if len(drawn) > 1:
+            values: Values = (("first", drawn[0].name), ("draws", len(drawn)))
+            return Rejection("random_order", "random numbers would be drawn in another order", values)
         if forced:
             return None
         if captured.symbolic_tokens is not None:
@@ -86,7 +94,7 @@ class TokenSplit:
             return Rejection("not_priced", "what the graph runs could not be priced")
         error = context.machine.relative_error
         if exposure.us <= error * (exposure.total_us - exposure.us):
-            values: Values = (("exposed_us", round(exposure.us, 2)), ("graph_us", round(exposure.total_us, 2)))
+            values = (("exposed_us", round(exposure.us, 2)), ("graph_us", round(exposure.total_us, 2)))
             message = "less communication is exposed than the model's own error: hiding all of it would not show"
             return Rejection("nothing_exposed", message, values)
         return None
@@ -123,6 +131,12 @@ class TokenSplit:
         if why is not None:
             return replace(variant, rejections=(why,))
         return replace(variant, graph=made.graph, order=made.order)
+
+
+def _draws(node: fx.Node) -> bool:
+    """True if a node draws random numbers from a generator; attention does only where it drops weights."""
+    is_op = isinstance(node.target, torch._ops.OpOverload)
+    return is_op and torch.Tag.nondeterministic_seeded in node.target.tags and argument(node, "dropout_p") != 0  # type: ignore[union-attr]
 
 
 def variant_name(rule: str, axis: TokenAxis) -> str:

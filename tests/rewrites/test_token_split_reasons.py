@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
+from torch._inductor import config as inductor_config
 
 from tests.graphs.capturing import captured, context_of
 from tests.ranks.simulated import equal_ranks
@@ -182,6 +183,19 @@ def test_no_token_axis() -> None:
         )
     shown = Exposure({graph.groups[0]: 1000.0}, 1000.0)
     assert codes(graph, shown, context(graph, contention=1.0)) == ["no_token_axis"]
+
+
+def dropped(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.relu(x @ weight) * torch.rand_like(x) + torch.rand(LENGTH, 1)
+
+
+@pytest.mark.parametrize("from_generator", [False, True])
+def test_random_order(from_generator: bool) -> None:
+    """Inductor draws by seeds, in any order, unless it is told to draw as eager does."""
+    with inductor_config.patch(fallback_random=from_generator):
+        graph = graph_of(dropped)
+    found = codes(graph, exposure(graph, 1000.0, 1000.0), context(graph, forced=True))
+    assert found == (["random_order"] if from_generator else [])
 
 
 def test_saved_for_backward() -> None:
