@@ -68,7 +68,9 @@ class _Channel:
         except AgreementError as error:
             raise NoAgreementError(str(error)) from None
         if isinstance(found, Closed):
-            raise NoAgreementError(self._words(found, timeout_s))
+            if found.why is Why.LATE:
+                _gave_up.add(self.rounds)
+            raise NoAgreementError(_reason(found, timeout_s))
         told = [json.loads(text) for text in found]
         for rank, each in zip(self.ranks, told, strict=True):
             if (each["graph"], each["step"]) != (self.graph, document["step"]):
@@ -86,16 +88,14 @@ class _Channel:
         with contextlib.suppress(AgreementError):
             self.rounds.decline(self.graph, why, timeout_s, KERNELS)
 
-    def _words(self, closed: Closed, timeout_s: float) -> str:
-        peers = listed("rank", closed.peers)
-        match closed.why:
-            case Why.LATE:
-                _gave_up.add(self.rounds)
-                return f"{peers} did not come within {timeout_s:g} s"
-            case Why.DECLINED:
-                return closed.reason if closed.reason.startswith("rank") else f"rank {closed.rank} {closed.reason}"
-            case _:
-                return f"{peers} went on without compiling such a graph"
+
+def _reason(closed: Closed, timeout_s: float) -> str:
+    if closed.why is Why.DECLINED:
+        return closed.reason
+    what = (
+        f"did not come within {timeout_s:g} s" if closed.why is Why.LATE else "went on without compiling such a graph"
+    )
+    return f"{listed('rank', closed.peers)} {what}"
 
 
 class KernelExchange:
@@ -114,7 +114,8 @@ class KernelExchange:
         self._channels = [channel for name, channel in channels.items() if name in asked]
         if compile_.attempt == 0:  # else it may be alone, and nobody waits
             for name in channels.keys() - asked:
-                channels[name].decline("has no site to rewrite in the group", self._longest_s)
+                rank = channels[name].rounds.rank
+                channels[name].decline(f"rank {rank} has no site to rewrite in the group", self._longest_s)
 
     def _channel(self, name: str, captured: CapturedGraph, compile_: Compile, context: Context) -> _Channel:
         graph = digest(collectives_of(name, captured.graph))
