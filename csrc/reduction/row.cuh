@@ -40,23 +40,43 @@ __device__ __forceinline__ void finish_and_hand_out(float (&x)[kVecs][kElements<
     }
 }
 
+// `thread` of `threads` that copy `bytes`, in 16 at a time and several loads at once: one after the other they would
+// wait for memory each time. All addresses and sizes are multiples of 16.
+__device__ __forceinline__ void copy_vectors(char* to, const char* from, int32_t bytes, int32_t thread,
+                                             int32_t threads) {
+    constexpr int kAtOnce = 4;
+    for (int32_t first = thread * 16; first < bytes; first += threads * 16 * kAtOnce) {
+        Vec16 raw[kAtOnce];
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j)
+            if (first + j * threads * 16 < bytes) raw[j] = fabric::load(from + first + j * threads * 16);
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j)
+            if (first + j * threads * 16 < bytes) fabric::store(to + first + j * threads * 16, raw[j]);
+    }
+}
+
 // `thread` of `threads` that copy a row. What was stored to this rank's output buffer has arrived.
 __device__ __forceinline__ void copy_row_out(const Call& call, const OutputLayout& layout, int32_t row, int32_t thread,
                                              int32_t threads) {
     const char* from = call.group.base[call.group.rank] + call.buffers.output_offset;
     const char* out_row = from + static_cast<int64_t>(row) * layout.out_row_bytes;
-    if (call.normalized != nullptr && call.normalized != from)
-        for (int32_t at = thread * 4; at < layout.out_bytes; at += threads * 4)
-            *reinterpret_cast<uint32_t*>(static_cast<char*>(call.normalized) +
-                                         static_cast<int64_t>(row) * layout.out_bytes + at) =
-                *reinterpret_cast<const volatile uint32_t*>(out_row + at);
+    if (call.normalized != nullptr && call.normalized != from) {
+        char* to = static_cast<char*>(call.normalized) + static_cast<int64_t>(row) * layout.out_bytes;
+        // Quantized rows may be of a multiple of 8 bytes.
+        if (layout.out_bytes % 16 == 0 && reinterpret_cast<uintptr_t>(to) % 16 == 0)
+            copy_vectors(to, out_row, layout.out_bytes, thread, threads);
+        else
+            for (int32_t at = thread * 4; at < layout.out_bytes; at += threads * 4)
+                *reinterpret_cast<uint32_t*>(to + at) = *reinterpret_cast<const volatile uint32_t*>(out_row + at);
+    }
     if (call.quant == QuantKind::kPerToken && thread == 0)
         static_cast<float*>(call.row_scale)[row] =
             *reinterpret_cast<const volatile float*>(out_row + layout.out_row_bytes - kScaleBytes);
     if (!call.sum_whole) return;
     const int64_t row_at = static_cast<int64_t>(row) * layout.row_bytes;
-    for (int32_t at = thread * 16; at < layout.row_bytes; at += threads * 16)
-        fabric::store(static_cast<char*>(call.sum) + row_at + at, fabric::load(from + layout.sum_offset + row_at + at));
+    copy_vectors(static_cast<char*>(call.sum) + row_at, from + layout.sum_offset + row_at, layout.row_bytes, thread,
+                 threads);
 }
 
 }  // namespace weave::gpu

@@ -48,6 +48,32 @@ struct Asked {
     float eps;
 };
 
+// All rows of an output buffer, copied into tensors of the caller by one CTA.
+void copy_rows(int32_t tokens, int32_t hidden, int32_t out_kind, int32_t row_scales, int32_t sum_whole, int32_t threads,
+               void* output, void* normalized, void* sum, void* row_scale) {
+    using namespace weave;
+    using namespace weave::gpu;
+    Call call{};
+    call.group.base[0] = static_cast<char*>(output);
+    call.hidden = hidden;
+    call.out_kind = static_cast<OutKind>(out_kind);
+    call.quant = row_scales != 0 ? QuantKind::kPerToken : QuantKind::kNone;
+    call.sum_whole = sum_whole;
+    call.normalized = normalized;
+    call.sum = sum;
+    call.row_scale = row_scale;
+    const OutputLayout layout = output_layout(row_kind(call, DType::kBFloat16), tokens);
+    emulated::World world;
+    world.cta_threads = threads;
+    world.ranks.resize(1);
+    world.ranks[0].kernels.push_back([=] {
+        for (int32_t row = 0; row < tokens; ++row)
+            copy_row_out(call, layout, row, threadIdx.x, threads);
+    });
+    world.ranks[0].grids.push_back(1);
+    emulated::run(world);
+}
+
 const char* run(const Asked* asked) {
     using namespace weave;
     using namespace weave::gpu;
