@@ -11,6 +11,7 @@ of the graph are taken to run no site of the group.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -26,6 +27,9 @@ aten = torch.ops.aten
 _ROWS: dict[object, int] = {aten.mm.default: 0, aten.addmm.default: 1}
 """GEMMs, and which of their arguments has the rows that are multiplied."""
 _MASKED_WRITES = frozenset({aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default})
+_CONSTANTS = frozenset({
+    aten.lift_fresh_copy.default, aten.clone.default, aten.detach.default, aten.full.default, aten.scalar_tensor.default,
+})  # fmt: skip
 _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
 """Tag of operations that no CUDA graph may hold; not every version of torch has it. Inductor's own test of a graph's
 nodes includes operations that it lowers to element-wise work, such as the masked write of an embedding that is spread
@@ -110,16 +114,34 @@ def _is_gemm(reader: fx.Node, node: fx.Node) -> bool:
     return isinstance(length, int) and length >= _SHORTEST_ROW
 
 
+def is_read_in_place(value: fx.Node) -> bool:
+    """True if the normalized rows of a site may alias the arena, as far as one site can say: their readers are GEMMs,
+    and the graph is not split."""
+    return all(_is_gemm(reader, node) for reader, node in _readers(value)) and not may_be_split(value)
+
+
+_Asked = tuple[int, str | None, frozenset[str]]
+_known: weakref.WeakKeyDictionary[fx.Graph, tuple[_Asked, bool]] = weakref.WeakKeyDictionary()
+"""Answers of `may_be_split`, which every site of a graph asks for."""
+
+
 def may_be_split(value: fx.Node) -> bool:
     """True if Inductor may make more than one CUDA graph of the value's graph.
 
     A value passed from one of them to the next has to reside in the memory of CUDA graphs, which the arena does not.
     A call in flight cannot cross from one into the next either.
     """
-    tensor = tensor_of(value)
+    tensor, graph = tensor_of(value), value.graph
     device = None if tensor is None else tensor.device.type
-    asked = frozenset(getattr(inductor_config, "custom_should_partition_ops", []))
-    nodes = [node for node in value.graph.nodes if node.op == "call_function"]
+    asked = len(graph.nodes), device, frozenset(getattr(inductor_config, "custom_should_partition_ops", []))
+    known = _known.get(graph)
+    if known is None or known[0] != asked:
+        known = _known[graph] = asked, _splits(graph, device, asked[-1])
+    return known[1]
+
+
+def _splits(graph: fx.Graph, device: str | None, asked: frozenset[str]) -> bool:
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
     if any(_target_splits(target, asked) for target in {node.target for node in nodes}):
         return True
     return any(_value_splits(node, device) for node in nodes)
@@ -138,7 +160,17 @@ def _value_splits(node: fx.Node, device: str | None) -> bool:
     late."""
     if node.meta.get("unbacked_bindings") or _looks_for_true(node):
         return True
-    return any(value is not None and value.device.type != device for value in map(tensor_of, _seen(node)))
+    values = (tensor_of(each) for each in _seen(node) if not _is_constant(each))
+    return any(value is not None and value.device.type != device for value in values)
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """True for a single number that the graph holds, on whatever device: Inductor writes it into the kernels that read
+    it. So `x[mask] = 0.0` reads one of the CPU, as in embeddings whose rows are spread over ranks."""
+    value = tensor_of(node)
+    if value is None or value.dim() != 0:
+        return False
+    return node.op == "get_attr" or (is_call(node, _CONSTANTS) and all(map(_is_constant, node.all_input_nodes)))
 
 
 def _looks_for_true(node: fx.Node) -> bool:

@@ -217,6 +217,36 @@ def test_a_write_at_a_mask_splits_a_graph_unless_it_fills(dtype: torch.dtype, nu
     assert chain.aliasing(chain.mm(last)) == (set() if splits else {normed.name, last.name})
 
 
+@pytest.mark.parametrize(("what", "splits"), [
+    ("constant", False), ("lifted", False), ("made", False), ("input", True), ("computed", True), ("row", True),
+])  # fmt: skip
+def test_a_number_of_another_device_splits_a_graph_unless_it_is_constant(what: str, splits: bool) -> None:
+    """`x[mask] = 0.0` is traced with a number of the CPU."""
+    chain = Chain()
+    normed = chain.site(chain.mm(chain.x))
+    mask = chain.graph.placeholder("mask")
+    mask.meta["val"] = torch.empty(8, device="meta", dtype=torch.bool)
+    constant, given = chain.graph.get_attr("_tensor_constant0"), chain.graph.placeholder("given")
+    for node in (constant, given):
+        node.meta["val"] = torch.empty(1 if what == "row" else ())
+
+    def number(target: Callable[..., object], *args: object) -> fx.Node:
+        node = chain.call(target, *args)
+        node.meta["val"] = torch.empty(1 if what == "row" else ())
+        return node
+
+    value = {
+        "constant": lambda: constant,
+        "lifted": lambda: number(aten.lift_fresh_copy.default, constant),
+        "made": lambda: number(aten.full.default, [], 0.0),
+        "input": lambda: given,
+        "computed": lambda: number(aten.lift_fresh_copy.default, given),
+        "row": lambda: number(aten.lift_fresh_copy.default, constant),
+    }[what]()
+    last = chain.site(chain.mm(chain.call(aten.index_put.default, chain.mm(normed), [mask], value)))
+    assert chain.aliasing(chain.mm(last)) == (set() if splits else {normed.name, last.name})
+
+
 @pytest.mark.parametrize("name", ["aten::sin", "aten::sin.default"])
 def test_where_inductor_is_asked_to_split_at_an_operation_nothing_aliases(name: str) -> None:
     for asked, landed in (([name], False), (["aten::cos"], True)):
