@@ -90,6 +90,8 @@ class GemmAllReduceMatch:
     """Only the whole sum: the norm stays in the graph."""
     tiles_refused: tuple[Rejection, ...] = ()
     """Rejections of the kernel that computes the GEMM too, whatever the sizes."""
+    copies_rows: bool = False
+    """Normalized rows have to leave the arena."""
 
     def named(self, variant: str) -> str:
         """A variant as reports name it."""
@@ -108,6 +110,8 @@ class GemmAllReduceTerms:
     """Rejections of the kernel that computes the GEMM too, for all of the site, whatever the sizes."""
     unfused_norm_refused: tuple[Rejection, ...] = ()
     """The same where the norm stays in the graph."""
+    copies_rows: bool = False
+    """Normalized rows have to leave the arena: not only GEMMs read them."""
 
 
 @lru_cache(maxsize=4096)
@@ -134,7 +138,9 @@ def _forms(facts: ReductionFacts, tokens: TokenCounts, known: GemmAllReduceTerms
     needs it."""
     whole = workload_of(facts, tokens, takes_gemm=True, quantizes=False)
     if not known.norm_refused:
-        yield GemmAllReduceMatch(whole, facts.group, tiles_refused=known.tiles_refused)
+        yield GemmAllReduceMatch(
+            whole, facts.group, tiles_refused=known.tiles_refused, copies_rows=known.copies_rows and facts.has_norm
+        )
     if facts.has_norm and (known.norm_refused or facts.sum_is_read):
         yield GemmAllReduceMatch(
             with_unfused_norm(whole), facts.group, unfused_norm=True, tiles_refused=known.unfused_norm_refused
@@ -194,7 +200,7 @@ def _tiles(form: GemmAllReduceMatch, machine: Machine) -> Found:
     named = form.named(TILES)
     shape = shape_rejections(workload, fabric)
     reasons = tuple(dict.fromkeys((*form.tiles_refused, *shape, *tiles.size_rejections(workload))))
-    found = tiles.price(machine, workload, fabric)
+    found = tiles.price(machine, workload, fabric, form.copies_rows)
     if isinstance(found, Rejection):
         return Candidate(RULE, fabric, named, rejections=(*reasons, found)), None
     if reasons:

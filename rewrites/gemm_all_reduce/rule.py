@@ -40,7 +40,7 @@ from weaveopt.rewrites.gemm_all_reduce.candidates import (
     tile_notes,
 )
 from weaveopt.rewrites.gemm_all_reduce.tiles import form_rejections
-from weaveopt.rewrites.reduction.aliasing import aliasing_of_groups
+from weaveopt.rewrites.reduction.aliasing import aliasing_of_groups, is_read_in_place
 from weaveopt.rewrites.reduction.eligible import norms_refused, refused_anywhere
 from weaveopt.rewrites.reduction.lowering import memory_of, whole_call
 from weaveopt.rewrites.reduction.sharding import SharedSum, residual_of, sharded_values, shared_sums, total_of
@@ -68,7 +68,11 @@ class GemmAllReduce:
             reasons = (*refused, *norm_refused)
             return () if usable_only else (Proposal(Candidate(RULE, rejections=reasons)),)
         fused, unfused = (_tiles_refused(found, structure, takes_norm) for takes_norm in (True, False))
-        known = GemmAllReduceTerms(context.topologies[facts.group], context.machine, bool(norm_refused), fused, unfused)
+        norm = structure.reduced.norm
+        known = GemmAllReduceTerms(
+            context.topologies[facts.group], context.machine, bool(norm_refused), fused, unfused,
+            copies_rows=norm is not None and not is_read_in_place(norm.output),
+        )  # fmt: skip
         taken_in = (Proposal(Candidate(RULE, rejections=norm_refused)),) if norm_refused and not usable_only else ()
         return (
             *taken_in,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weaveopt.cost_model import Machine, gemm_us, host_us
+from weaveopt.cost_model import Machine, gemm_us, host_us, memory_us
 from weaveopt.cost_model.gemm import num_units
 from weaveopt.cost_model.machine import MEASURED
 from weaveopt.cost_model.overlapped import Message, Unmeasured, fastest
@@ -92,11 +92,12 @@ def size_rejections(workload: Workload) -> list[Rejection]:
     return reasons
 
 
-def price(machine: Machine, workload: Workload, fabric: Fabric) -> PricedTiles | Rejection:
+def price(machine: Machine, workload: Workload, fabric: Fabric, copies_rows: bool = False) -> PricedTiles | Rejection:
     """The kernel at a site that it takes; or why its time is not known.
 
     Terms: `gemm`, as the graph's own would take; `exposed`, what the kernel takes beyond that; `gather`, in full,
-    though the GEMM may hide some of it; `host`. The kernel's time is off by the error of its own curve: the GEMM is
+    though the GEMM may hide some of it; `copy`, of normalized rows out of the arena (`copies_rows`), which kernels were
+    measured without; `host`. The kernel's time is off by the error of its own curve: the GEMM is
     not the graph's, so what is wrong with its price need not be with this one's.
     """
     assert workload.gemm is not None, "a site without a GEMM has no tiles"
@@ -117,7 +118,10 @@ def price(machine: Machine, workload: Workload, fabric: Fabric) -> PricedTiles |
     named = dict(machine.origins)
     gathered_us = gather_us(machine, workload, fabric) if output is TileOutput.NORM else 0.0
     origins = {named[curve.origin].kind for curves in kernels.by_cut[cut].values() for curve in curves}
-    return PricedTiles(cut, _estimate(machine, workload, us, gathered_us), gathered_us, origins == {MEASURED})
+    copied_us = memory_us(machine, 2.0 * message.bytes) if copies_rows else 0.0
+    return PricedTiles(
+        cut, _estimate(machine, workload, us, gathered_us, copied_us), gathered_us, origins == {MEASURED}
+    )
 
 
 def _output_of(workload: Workload) -> TileOutput:
@@ -128,13 +132,16 @@ def _output_of(workload: Workload) -> TileOutput:
     return TileOutput.BOTH if workload.sum_is_used and not workload.sum_may_shard else TileOutput.NORM
 
 
-def _estimate(machine: Machine, workload: Workload, kernel_us: float, gathered_us: float) -> Estimate:
+def _estimate(
+    machine: Machine, workload: Workload, kernel_us: float, gathered_us: float, copied_us: float
+) -> Estimate:
     slowdown = machine.oversubscription(workload.world, workload.hosts)
     multiplied_us = gemm_us(machine, workload.gemm, workload.dtype)
     terms = (
         Term("gemm", multiplied_us),
         Term("exposed", kernel_us - multiplied_us),
         Term("gather", gathered_us),
+        Term("copy", copied_us),
         Term("host", host_us(machine) * slowdown),
     )
     return Estimate(tuple(term for term in terms if term.us != 0.0))

@@ -158,6 +158,27 @@ def test_the_kernels_time_is_the_one_that_was_measured(profile: Profile) -> None
     }  # fmt: skip
 
 
+def test_rows_that_not_only_gemms_read_are_charged_for_leaving_the_arena(profile: Profile) -> None:
+    """The kernel was measured with rows that stay where peers write them."""
+    machine, vocabulary = profile(*pair()), torch.zeros(HIDDEN, 512).bfloat16()
+
+    def copied_us(*results: Callable[[Tensor], Tensor]) -> float:
+        def block(x: Tensor, residual: Tensor, weight: Tensor, norm: Tensor) -> tuple[Tensor, ...]:
+            normalized, _ = layer(x, residual, weight, norm)
+            return tuple(result(normalized) for result in results)
+
+        whole = next(each for each in tiles(on_gpus(machine, fn=block)) if each.variant == "tiles")
+        assert whole.estimate is not None
+        return {term.name: float(term.us) for term in whole.estimate.terms}.get("copy", 0.0)
+
+    def product(rows: Tensor) -> Tensor:
+        return rows @ vocabulary
+
+    assert copied_us(product) == 0.0
+    wanted = pytest.approx(cost_model.memory_us(H200, 2.0 * MESSAGE_BYTES))
+    assert copied_us(torch.Tensor.clone) == copied_us(product, torch.Tensor.neg) == wanted
+
+
 def test_it_is_chosen_by_its_price(profile: Profile) -> None:
     chosen = {}
     for factor in (1.0, 5.0):
