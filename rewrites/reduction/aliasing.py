@@ -28,7 +28,8 @@ _ROWS: dict[object, int] = {aten.mm.default: 0, aten.addmm.default: 1}
 """GEMMs, and which of their arguments has the rows that are multiplied."""
 _MASKED_WRITES = frozenset({aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default})
 _CONSTANTS = frozenset({
-    aten.lift_fresh_copy.default, aten.clone.default, aten.detach.default, aten.full.default, aten.scalar_tensor.default,
+    aten.lift_fresh_copy.default, aten.clone.default, aten.detach.default,
+    aten.full.default, aten.scalar_tensor.default,
 })  # fmt: skip
 _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
 """Tag of operations that no CUDA graph may hold; not every version of torch has it. Inductor's own test of a graph's

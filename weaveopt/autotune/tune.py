@@ -35,7 +35,7 @@ from weaveopt.records.report import Doubt, KernelReport
 from weaveopt.rule import CapturedGraph, Context, FoundSite, RuleSet
 from weaveopt.wording import counted
 
-SECONDS_A_NODE = 0.0025
+SECONDS_A_NODE = 0.001
 """Share of the budget that a node of the graph brings, so that small graphs do not wait for it."""
 
 SECONDS_A_GRAPH = 0.2
