@@ -147,6 +147,17 @@ def test_a_layer_more_costs_what_a_layer_costs() -> None:
     assert three - two == pytest.approx(two - one, rel=0.05) and three > two
 
 
+def test_each_layer_rotates_its_own_queries_and_keys() -> None:
+    """Attention runs between two layers' rotations, so they are no one kernel, though both read the same angles."""
+    report = _reported("llama", machine="h200x4", layers=3)
+    layers = [
+        [each.us for each in report.work if each.kind == "memory" and each.module == f"model.layers.{at}.self_attn"]
+        for at in range(3)
+    ]
+    assert [len(each) for each in some(layers[:2])] == [2, 2] and layers[0] == layers[1]
+    assert set(layers[0]) <= set(layers[2]), "with the last layer's mask, which all of them read"
+
+
 def test_same_work_however_the_sites_are_treated() -> None:
     """A site that is left alone is a site, so its collective and its GEMM are no work."""
     weights = forms.make_weights(torch.float32)

@@ -117,7 +117,7 @@ def outside(
         if index is None:
             lowering.lower(node)
         elif kind_of(node.target) not in (None, COLLECTIVE):
-            lowering.call(node)  # a library's kernel at its own place, before the site's collective
+            lowering.lower(node)  # a library's kernel at its own place, before the site's collective; or its result
         elif index not in entered:
             entered.add(index)
             _enter(lowering, sites[index], order)
