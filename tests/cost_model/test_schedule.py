@@ -143,7 +143,7 @@ def test_the_library_contends_as_its_ctas_do() -> None:
     found = measured_contention(measured)(Task(1.0), exchange)
     assert found == (by_ctas[32].gemm, by_ctas[32].communication)
     assert measured_contention(unmeasured)(Task(1.0), exchange) is None
-    assert measured_contention(measured)(Task(1.0), Task(1.0, COPIES)) is None
+    assert measured_contention(unmeasured)(Task(1.0), Task(1.0, COPIES)) is None
 
 
 def test_cpu_ranks_contend_as_measured_between_hosts_alone() -> None:
