@@ -168,7 +168,7 @@ def _extended(kind: NormKind, core: fx.Node, bindings: Bindings, order: dict[fx.
                 break
             continue
         if is_call(user, MUL) and weight is None and bias is None:
-            vector = _vector_operand(user, output, source_value)
+            vector = _vector_operand(user, output, source, order)
             if vector is None:
                 break
             weight, offset = _without_offset(vector)
@@ -176,7 +176,7 @@ def _extended(kind: NormKind, core: fx.Node, bindings: Bindings, order: dict[fx.
             output = user
             continue
         if is_call(user, ADD) and weight is not None and bias is None and not user.kwargs:
-            vector = _vector_operand(user, output, source_value)
+            vector = _vector_operand(user, output, source, order)
             if vector is None:
                 break
             bias, output = skip_casts(vector), user
@@ -191,15 +191,16 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
     return None if value is None else value.dtype
 
 
-def _vector_operand(user: fx.Node, carried: fx.Node, like: torch.Tensor) -> fx.Node | None:
-    """The operand of `user` that is not `carried`, if it is a vector over the last dimension of `like`."""
+def _vector_operand(user: fx.Node, carried: fx.Node, source: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
+    """The operand of `user` that is not `carried`, if it is a vector over the last dimension of `source`, and is not
+    computed from `source`: an operation that computes `source` too has no such operand yet."""
     others = [argument for argument in user.args if argument is not carried]
     if len(others) != 1 or not isinstance(others[0], fx.Node):
         return None
-    value = tensor_of(others[0])
-    if value is None or value.ndim != 1 or value.shape[0] != like.shape[-1]:
+    value, like = tensor_of(others[0]), tensor_of(source)
+    if value is None or like is None or value.ndim != 1 or value.shape[0] != like.shape[-1]:
         return None
-    return others[0]
+    return None if others[0] in _between(source, others[0], order) else others[0]
 
 
 def _without_offset(vector: fx.Node) -> tuple[fx.Node, float]:
