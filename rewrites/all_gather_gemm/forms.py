@@ -118,21 +118,21 @@ def _against(facts: GatherFacts, structure: Gathered) -> Iterator[Rejection]:
         yield Rejection("gemm_not_supported", "a GEMM scales what it adds (alpha, beta)")
     products = {gemm.node for gemm in structure.gemms}
     operands = [each for gemm in structure.gemms for each in (gemm.b, gemm.bias, gemm.addend) if each is not None]
-    late = next((each for each in operands if _is_downstream(each, products)), None)
+    late = next((each for each in operands if _is_downstream(each, products.union(structure.gathers))), None)
     if late is not None:
-        message = "a GEMM's operand is made of what another one of the site makes"
+        message = "a GEMM's operand is computed from the gathered rows, or from the result of another GEMM of the site"
         yield Rejection("operand_not_ready", message, (("node", late.name),))
 
 
-def _is_downstream(node: fx.Node, products: set[fx.Node]) -> bool:
-    first = min(products)
+def _is_downstream(node: fx.Node, sources: set[fx.Node]) -> bool:
+    first = min(sources)
     seen, pending = {node}, [node]
     while pending:
         each = pending.pop()
-        if each in products:
+        if each in sources:
             return True
         # Nothing that stands before all of them is made of one.
-        new = [source for source in each.all_input_nodes if source not in seen and not source < first]
+        new = [operand for operand in each.all_input_nodes if operand not in seen and not operand < first]
         seen.update(new)
         pending.extend(new)
     return False

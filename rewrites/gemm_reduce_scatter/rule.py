@@ -125,10 +125,10 @@ def _node(node: fx.Node) -> fx.Node:
 
 
 def _rows(graph: fx.Graph, addend: fx.Node, form: GemmReduceScatterMatch) -> fx.Node:
-    """A vector as it is, anything else in the shape of what the GEMM makes."""
+    """A vector, or one row for all rows, as it is; anything else in the shape of what the GEMM makes."""
     value, gemm = tensor_of(addend), form.gemms[0].node
     assert value is not None, f"{addend.name} makes no tensor"
-    if value.ndim == 1 or value.shape[0] == 1:
+    if value.ndim == 1 or (value.ndim == 2 and value.shape[0] == 1):
         return addend
     shape = find_shape(gemm, [*inputs_of(graph), form.gemms[0].a, form.gemms[0].b])
     assert shape is not None, f"sizes of {gemm.name} are nowhere in the graph"
