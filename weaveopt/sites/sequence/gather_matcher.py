@@ -22,7 +22,7 @@ from weaveopt.records.candidate import Rejection, Values, values_of
 from weaveopt.records.site import Site, TokenCounts
 from weaveopt.rule import Context, FoundSite
 from weaveopt.sites.sequence.gather_consumers import Gathered, gathered_at, travelling
-from weaveopt.sites.sequence.rows import against_group, hint_of
+from weaveopt.sites.sequence.rows import against_group, against_row_size, hint_of
 from weaveopt.sites.shared.epilogue import WAIT
 from weaveopt.sites.shared.linear import ALL_GATHER
 
@@ -134,6 +134,7 @@ def _facts(gathered: Gathered, world: int, context: Context) -> GatherFacts | tu
             values = (("dtype", str(dtype).removeprefix("torch.")),)
             message = "the kernels support bfloat16, float16, float32 and float8_e4m3fn"
             reasons.append(Rejection("dtype_not_supported", message, values))
+    reasons += against_row_size(operand)
     if reasons or topology is None:
         return tuple(reasons)
     m, _, k = gemm.sizes

@@ -134,3 +134,11 @@ def against_group(collective: fx.Node, world: int, topology: Topology | None) ->
         return (Rejection("one_rank", "the group has one rank: nothing travels", sizes),)
     value = tensor_of(collective)
     return (NO_TOKENS,) if value is not None and is_empty(value) else ()
+
+
+def against_row_size(rows: torch.Tensor) -> tuple[Rejection, ...]:
+    """Return the reason against rows of a symbolic size: an operation is planned for one size of them."""
+    size = rows.shape[-1]
+    if isinstance(size, int):
+        return ()
+    return (Rejection("shape_not_known", "a site needs rows of a static size", (("size", str(size)),)),)

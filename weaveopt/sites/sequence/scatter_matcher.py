@@ -24,7 +24,7 @@ from weaveopt.graph.values import dtype_name
 from weaveopt.records.candidate import Rejection, Values, values_of
 from weaveopt.records.site import Site, TokenCounts
 from weaveopt.rule import Context, FoundSite
-from weaveopt.sites.sequence.rows import Rows, against_group, hint_of, scattered_rows
+from weaveopt.sites.sequence.rows import Rows, against_group, against_row_size, hint_of, scattered_rows
 from weaveopt.sites.sequence.scatter_epilogue import Scattered, partial_of, scattered_at
 from weaveopt.sites.sequence.scatter_producer import Partial
 from weaveopt.sites.shared.epilogue import REDUCE_SCATTER, WAIT
@@ -170,6 +170,7 @@ def _facts(scattered: Scattered, context: Context) -> ScatterFacts | tuple[Rejec
             reasons.append(
                 Rejection("dtype_not_supported", "the kernels support bfloat16, float16 and float32", values)
             )
+    reasons += against_row_size(product)
     if reasons or topology is None or not isinstance(rows, Rows):
         return tuple(reasons)
     gemms = [each for partial in scattered.partials for each in partial.gemms]
