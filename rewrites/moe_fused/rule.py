@@ -23,6 +23,7 @@ import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.cost_model.mixture import WIDE
 from weaveopt.graph.pattern import tensor_of
 from weaveopt.graph.splice import call_after, current, erase_dead, last_of, replace_uses
+from weaveopt.graph.values import shape_of
 from weaveopt.inductor.kernels import KernelContext
 from weaveopt.ops.experts.activation import Activation
 from weaveopt.ops.experts.call import ExpertsCall, ExpertsKernel
@@ -111,10 +112,10 @@ def _node(node: fx.Node) -> fx.Node:
 
 
 def _by_token(graph: fx.Graph, node: fx.Node, choices: int) -> fx.Node:
-    """[tokens, choices] of what may be [tokens * choices]."""
+    """[tokens, choices] of what may have other dimensions."""
     value = tensor_of(node)
     assert value is not None, f"{node.name} makes no tensor"
-    if value.ndim == 2:
+    if value.ndim == 2 and shape_of(value)[1] == choices:
         return node
     return call_after(graph, last_of(graph, [node]), aten.view.default, (node, [-1, choices]), like=node)
 

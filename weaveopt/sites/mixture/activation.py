@@ -19,6 +19,7 @@ from weaveopt.graph.scalars import number_of, symbol_of
 from weaveopt.graph.values import shape_of
 from weaveopt.ops.experts.activation import Activation, computing
 from weaveopt.records.candidate import Rejection
+from weaveopt.sites.mixture.reading import is_one_a_row
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -73,6 +74,11 @@ def between(first: fx.Node, last: fx.Node) -> Between | Rejection:
         else:
             nodes.add(node)
             pending.extend(node.all_input_nodes)
+    for mask in masks:
+        for user in nodes & mask.users.keys():
+            value, masked = tensor_of(mask), tensor_of(user)
+            if value is None or masked is None or not is_one_a_row(shape_of(value), shape_of(masked)):
+                return Rejection("activation_not_known", "a mask is not one for each row", (("node", mask.name),))
     return Between(first, last, frozenset(nodes), tuple(biases), tuple(masks), tuple(numbers))
 
 
@@ -113,7 +119,7 @@ def _recognized(found: Between) -> Activation | Rejection:
     inner = shape_of(first)[1:]
     with _disable_current_modes(), torch.device("cpu"):  # graphs are captured with tensors that hold no numbers
         try:
-            if not _adds_biases(found, wide, inner):
+            if not _adds_biases(found, wide, inner) or not _masks_rows(found, wide, inner):
                 return unknown
             return (
                 computing(
@@ -151,10 +157,16 @@ def _adds_biases(found: Between, wide: int, inner: Sequence[int]) -> bool:
     return torch.allclose(_run(found, rows.view(3, *inner), bias), added)
 
 
-def _run(found: Between, probe: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The nodes on `probe` in place of the first GEMM's rows: biases are 0 or `bias`, nothing is masked, nothing
-    rounded."""
-    zero, no = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.bool)
+def _masks_rows(found: Between, wide: int, inner: Sequence[int]) -> bool:
+    """True if masked rows become zeros."""
+    rows = torch.linspace(1.0, 2.0, 3 * wide, dtype=torch.float64).view(3, wide)
+    return not found.masks or not _run(found, rows.view(3, *inner), is_masked=True).any()
+
+
+def _run(found: Between, probe: Tensor, bias: Tensor | None = None, is_masked: bool = False) -> Tensor:
+    """The nodes on `probe` in place of the first GEMM's rows: biases are 0 or `bias`, all rows or none are masked,
+    nothing is rounded."""
+    zero, no = torch.zeros((), dtype=torch.float64), torch.full((), is_masked)
     known: dict[fx.Node, object] = {found.first: probe}
     known.update((each, zero if bias is None else bias.expand(len(probe), -1)) for each in found.biases)
     known.update(dict.fromkeys(found.masks, no))

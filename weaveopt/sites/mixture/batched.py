@@ -25,7 +25,7 @@ from weaveopt.sites.mixture.reading import (
     unmasked,
     value_of,
 )
-from weaveopt.sites.mixture.tail import activation_between, owning, tail_of, with_bias
+from weaveopt.sites.mixture.tail import activation_between, check_masked, owning, tail_of, with_bias
 
 aten = torch.ops.aten
 
@@ -43,8 +43,8 @@ def batched_experts(first: fx.Node, second: fx.Node) -> Experts:
     up = with_bias(up, inside.biases, ids, reading)
     tail = tail_of(second, None, reading)
     down = with_bias(down, tail.biases, ids, reading)
-    weights = unmasked(tail.weights, reading)
-    reading.masks.extend(inside.masks)
+    weights = unmasked(tail.weights, reading, of_rows=False)
+    check_masked(inside, 0, down, reading)
     if not reading.masks and index is other_index:
         # transformers before 5.23 cuts ids and masks nothing: what is cut is an expert like any other.
         ids = cut_as_it_is(index, reading)

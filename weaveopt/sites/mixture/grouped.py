@@ -22,7 +22,7 @@ from weaveopt.sites.mixture.reading import (
     swaps_last,
     unmasked,
 )
-from weaveopt.sites.mixture.tail import activation_between, owning, tail_of, with_bias
+from weaveopt.sites.mixture.tail import activation_between, check_masked, owning, tail_of, with_bias
 
 aten = torch.ops.aten
 
@@ -39,14 +39,15 @@ def grouped_experts(first: fx.Node, second: fx.Node) -> Experts:
     down_rows, down_weight, _ = (node_of(each, "an operand of the grouped GEMM") for each in _operands(second))
     up, down = (_linear(each, reading) for each in (weight, down_weight))
     ids, order = _sorted(offsets, reading)
-    x, num_choices = _tokens(unmasked(rows, reading), order, reading)
+    x, num_choices = _tokens(unmasked(rows, reading, of_rows=True), order, reading)
+    num_masks = len(reading.masks)
     inside, activation = activation_between(first, down_rows, reading)
     up = with_bias(up, inside.biases, ids, reading)
     tail = tail_of(second, order, reading)
     down = with_bias(down, tail.biases, ids, reading)
     weights = _picked(tail.weights, order, reading)
     chosen = node_of(order.args[0], "a sort").args[0]
-    reading.masks.extend(inside.masks)
+    check_masked(inside, num_masks, down, reading)
     check_remote_experts(ids, up.weight, reading)
     found = Experts(
         form="grouped_mm",

@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 from weaveopt.graph.pattern import CLAMP, SHAPE_ONLY, Mismatch, describe, is_call, tensor_of
-from weaveopt.graph.values import argument
+from weaveopt.graph.values import argument, shape_of
 from weaveopt.records.candidate import Rejection
 
 aten = torch.ops.aten
@@ -104,13 +104,27 @@ def take_zeros(node: object, reading: Reading) -> None:
         raise Unknown(full, "zeros for masked rows")
 
 
-def unmasked(rows: fx.Node, reading: Reading) -> fx.Node:
+def is_one_a_row(factors: tuple[int, ...], rows: tuple[int, ...]) -> bool:
+    """True if factors differ along every dimension of the rows but the last one with more than one element."""
+    hidden = next((dim for dim in reversed(range(len(rows))) if rows[dim] != 1), len(rows) - 1)
+    return (1,) * (len(rows) - len(factors)) + factors == (*rows[:hidden], 1, *rows[hidden + 1 :])
+
+
+def take_mask(where: fx.Node, reading: Reading, of_rows: bool) -> None:
+    """Reads the mask and the zeros of `where(mask, 0, values)`; `of_rows`: one boolean masks a row of the values."""
+    mask = node_of(where.args[0], "a mask")
+    if of_rows and not is_one_a_row(shape_of(value_of(mask)), shape_of(value_of(where))):
+        raise Unknown(mask, "a mask for each row")
+    take_zeros(where.args[1], reading)
+    reading.masks.append(mask)
+
+
+def unmasked(rows: fx.Node, reading: Reading, of_rows: bool) -> fx.Node:
     """`where(mask, 0, rows)` -> rows."""
     while is_call(rows, WHERE):
         reading.passed.add(rows)
-        mask, zero, rows_below = rows.args
-        take_zeros(zero, reading)
-        reading.masks.append(node_of(mask, "a mask"))
+        take_mask(rows, reading, of_rows)
+        rows_below = rows.args[2]
         rows = node_of(rows_below, "rows")
     return rows
 

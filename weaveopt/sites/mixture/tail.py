@@ -22,9 +22,10 @@ from weaveopt.sites.mixture.reading import (
     Refused,
     Unknown,
     index_of,
+    is_one_a_row,
     node_of,
     read_by_others,
-    take_zeros,
+    take_mask,
     unclamped,
     value_of,
 )
@@ -41,6 +42,16 @@ def activation_between(first: fx.Node, last: fx.Node, reading: Reading) -> tuple
         raise Refused(activation)
     reading.passed.update(inside.nodes)
     return inside, activation
+
+
+def check_masked(inside: Between, num_masks: int, down: Linear, reading: Reading) -> None:
+    """Adds the masks between the GEMMs to those that were read, of which `num_masks` are in front of the first one.
+
+    Masked choices have to add nothing: if no mask follows the second GEMM, it adds no bias to rows of zeros.
+    """
+    if inside.masks and len(reading.masks) == num_masks and down.bias is not None:
+        raise Unknown(down.bias, "a mask of other ranks' experts after the bias")
+    reading.masks.extend(inside.masks)
 
 
 def with_bias(linear: Linear, biases: tuple[fx.Node, ...], ids: fx.Node, reading: Reading) -> Linear:
@@ -80,11 +91,10 @@ def tail_of(second: fx.Node, order: fx.Node | None, reading: Reading) -> Tail:
         elif is_call(reader, ADD) and weights is None and not reader.kwargs:
             biases.append(_other(reader, node))
         elif is_call(reader, WHERE) and reader.args[2] is node:
-            take_zeros(reader.args[1], reading)
-            reading.masks.append(node_of(reader.args[0], "a mask"))
+            take_mask(reader, reading, of_rows=True)
         elif is_call(reader, MUL) and weights is None:
             factors = _other(reader, node)
-            if not _is_one_a_row(shape_of(value_of(factors)), shape_of(value_of(node))):
+            if not is_one_a_row(shape_of(value_of(factors)), shape_of(value_of(node))):
                 raise Unknown(factors, "a weight for each row")
             weights = reading.through(factors, SHAPE_ONLY)
         elif is_call(reader, GATHER) and order is not None and reader.args[0] is node:
@@ -104,12 +114,6 @@ def tail_of(second: fx.Node, order: fx.Node | None, reading: Reading) -> Tail:
         reading.passed.add(rounded)
         node = rounded
     return Tail(tuple(biases), weights, node)
-
-
-def _is_one_a_row(factors: tuple[int, ...], rows: tuple[int, ...]) -> bool:
-    """True if factors differ along every dimension of the rows but the last one with more than one element."""
-    hidden = next((dim for dim in reversed(range(len(rows))) if rows[dim] != 1), len(rows) - 1)
-    return (1,) * (len(rows) - len(factors)) + factors == (*rows[:hidden], 1, *rows[hidden + 1 :])
 
 
 def _only_reader(node: fx.Node, reading: Reading) -> fx.Node:
@@ -133,7 +137,11 @@ def _inverse(index: object, order: fx.Node, reading: Reading) -> None:
     put = reading.take(index, frozenset({aten.index_put.default}), "the inverse of the order")
     places, values = put.args[1:3]
     values = reading.through(values, SHAPE_ONLY)
-    reading.take(values, frozenset({torch.ops.prims.iota.default, aten.arange.default}), "arange")
+    numbers = reading.take(values, frozenset({torch.ops.prims.iota.default, aten.arange.default}), "arange")
+    if is_call(numbers, frozenset({torch.ops.prims.iota.default})) and (
+        argument(numbers, "start") != 0 or argument(numbers, "step") != 1
+    ):
+        raise Unknown(numbers, "arange from 0 on")
     if not isinstance(places, list | tuple) or list(places) != [order]:
         raise Unknown(put, "the inverse of the order")
     start = put.args[0]
