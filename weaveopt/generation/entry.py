@@ -117,8 +117,7 @@ def _generate(
         cache_copy.take(session.cache, request.cache, request.past)
     logits = model._prefill(input_ids, config, {**inputs, **with_cache(session.cache)}).logits
     logits = logits[:, -1].to(copy=True, dtype=torch.float32)
-    prompt = mask.shape[1] if isinstance(mask, Tensor) else request.past + input_ids.shape[1]
-    session.buffers.length.fill_(prompt)
+    session.buffers.length.fill_(request.prompt)
 
     form = ChoosingForm(
         request.sampled, request.processors, request.eos, request.pad, request.keeps_scores, request.keeps_logits
@@ -130,7 +129,7 @@ def _generate(
     outcome, scores, raw = _decode(model, session, chosen, request, streamer)
 
     if request.cache_is_wanted:
-        cache_copy.fill(request.cache, session.cache, prompt + outcome.num_tokens - 1)
+        cache_copy.fill(request.cache, session.cache, request.prompt + outcome.num_tokens - 1)
     _note(model, session, chosen, outcome)
     sequences = session.buffers.history[:, : input_ids.shape[1] + outcome.num_tokens].clone()
     if streamer is not None:

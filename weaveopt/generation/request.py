@@ -48,6 +48,8 @@ class GenerationRequest:
     cache_is_wanted: bool
     past: int
     """Positions that the user's cache holds already."""
+    prompt: int
+    """Positions that the cache holds after the prefill, those of the user's cache included."""
     positions: bool
     """True if the model takes position ids."""
 
@@ -72,8 +74,7 @@ def read(
     max_length = min(each.max_length for each in criteria if isinstance(each, MaxLengthCriteria))
     max_new = max_length - input_ids.shape[1]
     past = int(cache.get_seq_length())
-    mask = inputs.get("attention_mask")
-    prompt = mask.shape[1] if isinstance(mask, Tensor) else input_ids.shape[1] + past
+    prompt = _prompt_length(input_ids, inputs.get("attention_mask"), config, past)
     eos = [
         int(token) for each in criteria if isinstance(each, EosTokenCriteria) for token in each.eos_token_id.tolist()
     ]
@@ -92,8 +93,19 @@ def read(
         cache=cache,
         cache_is_wanted=returned or bool(getattr(cache, "_is_user_defined", False)) or past > 0,
         past=past,
+        prompt=prompt,
         positions=inputs.get("position_ids") is not None,
     )
+
+
+def _prompt_length(input_ids: Tensor, mask: object, config: GenerationConfig, past: int) -> int:
+    """Length of the attention mask, which covers the user's cache too. Ids may begin with the tokens in that cache.
+
+    transformers drops a mask of ones, and notes its length in the config.
+    """
+    if isinstance(mask, Tensor):
+        return mask.shape[1]
+    return int(getattr(config, "_mask_length", None) or input_ids.shape[1] + past)
 
 
 def rounded(length: int) -> int:
