@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401  (registers grouped_mm_fallback)
 from torch import Tensor
 
 from tests.graphs.capturing import captured, context_of
@@ -97,3 +99,92 @@ def test_factors_that_are_not_one_a_choice(factors: Change) -> None:
 def test_rows_that_are_gathered() -> None:
     found = _rejections(rows_of=lambda x: x[torch.arange(TOKENS * CHOICES) // CHOICES])
     assert [each.code for each in found] == ["shape_not_known"]
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Places at which batched experts of one rank mask the choices of other ranks' experts."""
+
+    inside: bool = False
+    result: bool = False
+    weights: bool = False
+    fill: float = 0.0
+    """Number that masked rows between the GEMMs become."""
+    of_columns: bool = False
+    down_bias: bool = False
+
+
+def _codes_of_masked(where: Masked) -> list[str]:
+    """Why such experts are not known; there are as many rows as columns, so that masks of either fit."""
+    tokens = HIDDEN // CHOICES
+    up, down = torch.randn(EXPERTS, HIDDEN, HIDDEN), torch.randn(EXPERTS, HIDDEN, HIDDEN)
+    bias = torch.randn(EXPERTS, HIDDEN)
+
+    def experts(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        ids, flat = chosen.reshape(-1), weights.reshape(-1)
+        here, remote = ids.clamp(max=EXPERTS - 1), ids >= EXPERTS
+        mask = remote[None] if where.of_columns else remote[:, None]
+        rows = x[:, None].expand(-1, CHOICES, -1).reshape(-1, HIDDEN)
+        h = F.relu(torch.bmm(up[here], rows[..., None]).squeeze(-1))
+        h = h.masked_fill(mask, where.fill) if where.inside else h
+        y = torch.bmm(down[here], h[..., None]).squeeze(-1)
+        y = y + bias[here] if where.down_bias else y
+        y = y.masked_fill(mask, 0.0) if where.result else y
+        flat = flat.masked_fill(remote, 0.0) if where.weights else flat
+        return (y * flat[:, None]).view(tokens, CHOICES, HIDDEN).sum(1)
+
+    chosen = torch.randint(0, EXPERTS + 1, (tokens, CHOICES))
+    with torch.no_grad():
+        (graph,) = captured(experts, torch.randn(tokens, HIDDEN), chosen, torch.rand(tokens, CHOICES))
+    (site,) = MixtureMatcher().find(graph.graph, context_of(graph.groups, 1))
+    return [each.code for each in site.site.rejections]
+
+
+@pytest.mark.parametrize(
+    ("where", "code"),
+    [
+        (Masked(result=True, of_columns=True), "form_not_known"),
+        (Masked(inside=True, of_columns=True), "activation_not_known"),
+        (Masked(inside=True, weights=True, of_columns=True), "activation_not_known"),
+        (Masked(inside=True, fill=1.0), "activation_not_known"),
+        (Masked(inside=True, down_bias=True), "form_not_known"),
+    ],
+)
+def test_masks_that_hide_other_numbers_than_remote_choices(where: Masked, code: str) -> None:
+    assert _codes_of_masked(where) == [code]
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        Masked(inside=True),
+        Masked(result=True, down_bias=True),
+        Masked(inside=True, weights=True, down_bias=True),
+        Masked(inside=True, result=True, down_bias=True),
+    ],
+)
+def test_masks_after_which_remote_choices_add_nothing(where: Masked) -> None:
+    assert _codes_of_masked(where) == []
+
+
+@pytest.mark.parametrize(("start", "step"), [(0, 1), (TOKENS * CHOICES - 1, -1)], ids=["forward", "backward"])
+def test_an_order_that_is_not_undone(start: int, step: int) -> None:
+    """Sorted choices return to their tokens by the inverse of the order, which counts from 0 on."""
+    up, down = torch.randn(EXPERTS, HIDDEN, WIDTH), torch.randn(EXPERTS, WIDTH, HIDDEN)
+    grouped = torch.ops.transformers.grouped_mm_fallback
+
+    def experts(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        ids, order = chosen.reshape(-1).sort()
+        ends = torch.histc(ids.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
+        y = grouped(F.relu(grouped(x[order // CHOICES], up, ends)), down, ends) * weights.reshape(-1)[order][:, None]
+        places = torch.ops.prims.iota(
+            len(order), start=start, step=step, dtype=torch.int64, device="cpu", requires_grad=False
+        )
+        inverse = torch.empty_like(order).index_put([order], places)
+        return y[inverse].view(TOKENS, CHOICES, HIDDEN).sum(1)
+
+    chosen = torch.randint(0, EXPERTS, (TOKENS, CHOICES))
+    with torch.no_grad():
+        (graph,) = captured(experts, torch.randn(TOKENS, HIDDEN), chosen, torch.rand(TOKENS, CHOICES))
+    (site,) = MixtureMatcher().find(graph.graph, context_of(graph.groups, 1))
+    assert [each.code for each in site.site.rejections] == ([] if step == 1 else ["form_not_known"])
