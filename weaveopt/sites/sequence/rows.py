@@ -138,7 +138,8 @@ def against_group(collective: fx.Node, world: int, topology: Topology | None) ->
 
 def against_row_size(rows: torch.Tensor) -> tuple[Rejection, ...]:
     """Return the reason against rows of a symbolic size: an operation is planned for one size of them."""
-    size = rows.shape[-1]
+    sizes: list[int | torch.SymInt] = list(rows.shape)
+    size = sizes[-1]
     if isinstance(size, int):
         return ()
     return (Rejection("shape_not_known", "a site needs rows of a static size", (("size", str(size)),)),)
