@@ -167,7 +167,8 @@ def test_memory_is_planned() -> None:
 
 def test_rows_that_are_no_number(graphs: list[fx.Graph]) -> None:
     """A graph that only gathers has a token count too, and the plan reserves for those that may come."""
-    report = reported(gemm, rows(24, 32), rows(32, 64), static=False, dynamic=True)
+    weight = torch.nn.Parameter(rows(32, 64), requires_grad=False)
+    report = reported(lambda x: gemm(x, weight), rows(24, 32), static=False, dynamic=True)
     [decision] = report.decisions
     assert decision.chosen.choice == RULE, decision.alternatives
     assert report.tokens == 48 and decision.site.tokens.most > 48

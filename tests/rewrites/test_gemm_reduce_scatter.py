@@ -161,7 +161,8 @@ def test_rows_that_are_no_number(graphs: list[fx.Graph]) -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         return scatter(torch.cat([x, x.sin()]) @ w)
 
-    report = reported(fn, rows(24, 32), rows(32, 64), static=False, dynamic=True)
+    weight = torch.nn.Parameter(rows(32, 64), requires_grad=False)
+    report = reported(lambda x: fn(x, weight), rows(24, 32), static=False, dynamic=True)
     [decision] = report.decisions
     assert decision.chosen.choice == RULE, decision.alternatives
     assert report.tokens == 48 and decision.site.tokens.most > 48
