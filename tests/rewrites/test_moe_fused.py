@@ -97,6 +97,20 @@ def test_sizes(form: str, tokens: int, choices: int) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sizes", [(1, -1), (-1, 1), (2, -1)], ids=str)
+def test_choices_in_other_dimensions(form: str, sizes: tuple[int, int]) -> None:
+    """Experts read choices and weights as one row of them, whatever dimensions they had."""
+    experts, (x, chosen, weights) = experts_of(MIXTRAL, form, FP32), routed(6, 2, FP32, FP32, remote=False)
+
+    def block(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return experts(x, chosen.view(6, 2), weights.view(6, 2))
+
+    got, (decision,) = ran(block, [x, chosen.view(sizes), weights.view(sizes)])
+    assert decision.rewritten
+    assert_close(got, experts(x, chosen, weights), KERNEL)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_symbolic_token_count(form: str) -> None:
     """One graph for several token counts."""
     experts, router = experts_of(MIXTRAL, form, FP32), torch.randn(EXPERTS, HIDDEN)
