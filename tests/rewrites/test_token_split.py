@@ -1,6 +1,7 @@
-"""Token splits of every family: the graph in parts computes what the captured one does, and exchanges in turns.
+"""Token splits of families: the graph in parts computes what the captured one does, and exchanges in turns.
 
-Tokens that split graphs generate are compared with eager's where every family generates: `tests/test_models.py`.
+One family of each archetype; with `make test-all` every family, and archetypes with every cache and mask. Tokens that
+split graphs generate are compared with eager's where every family generates: `tests/test_models.py`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,23 @@ from tests.graphs.models import FAMILIES, VOCABULARY, Family, load, one_layer, s
 from tests.graphs.nonempty import some
 from tests.graphs.split_graphs import WORLD, Compared, call_of, compared
 from tests.ranks import run_ranks
-from tests.ranks.simulated import equal_ranks
+from tests.ranks.simulated import ALL_ON_REAL_RANKS, equal_ranks
 
-KINDS = ("grown", "static", "padded", "last")
 ARCHETYPES = ("llama", "gemma2", "gemma3_text", "mixtral", "deepseek_v3", "gpt_oss-ep")
 """Families, by id: dense, attention written out with soft caps, sliding windows, a mixture, keys and values of other
 sizes, a mixture sharded by experts with sinks."""
-TWO_LAYERS = ("llama", "gpt_oss-ep")
-"""Families, by id, that are tested with both of their layers: windows and full attention, or what joins layers."""
+IN_PARTS = (*ARCHETYPES, "phi3", "gpt_oss")
+"""And one whose products are taken apart, and a mixture whose layers are whole on every rank: only the embedding is
+summed."""
+TWO_LAYERS = tuple((name, kind) for name in ("llama", "gpt_oss-ep") for kind in ("none", "grown", "static"))
+"""Families, by id, and kinds that are tested with both layers: windows and full attention, or what joins layers."""
+KINDS = {
+    "llama": ("grown", "static", "padded", "last"), "gemma2": ("padded",), "gemma3_text": ("grown", "static"),
+    "deepseek_v3": ("grown", "static"), "gpt_oss-ep": ("grown", "static"),
+}  # fmt: skip
+"""Caches, masks and logits that are asked for, by family's id, where they make a graph of another structure."""
+if ALL_ON_REAL_RANKS:
+    KINDS = dict.fromkeys(ARCHETYPES, KINDS["llama"])
 WAITS = {
     ("deepseek_v3", "grown"): "cache_form_not_known",
     ("deepseek_v3", "static"): "cache_form_not_known",
@@ -45,7 +55,7 @@ ONE_COLLECTIVE = ("gpt_oss",)
 
 
 def _compared(family: Family, kind: str, path: Path, parts: tuple[int, ...] = (2,)) -> list[Compared]:
-    family = family if family.id in TWO_LAYERS else one_layer(family)
+    family = family if (family.id, kind) in TWO_LAYERS else one_layer(family)
     save(family, str(path))
     with equal_ranks(WORLD):
         with torch.no_grad():
@@ -71,19 +81,27 @@ def _problems(found: list[Compared], family: Family) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.id)
+@pytest.mark.parametrize(
+    "family", [each for each in FAMILIES if ALL_ON_REAL_RANKS or each.id in IN_PARTS], ids=lambda family: family.id
+)
 def test_family_in_parts_computes_the_same(family: Family, tmp_path: Path) -> None:
     """Cuts by sequence and by batch, of odd lengths, one family of each kind in three parts too; each part has every
-    site."""
+    site. The first half of a sequence has its own keys alone, the second one all of them: both masks are causal."""
     parts = (2, 3) if family.id in ARCHETYPES else (2,)
     found = _compared(family, "none", tmp_path, parts)
     wanted = [(axis, num) for axis in ("sequence", "batch") for num in parts]
     assert [(each.axis, each.num_parts) for each in found] == wanted
     assert _problems(found, family) == []
+    if family.id == "llama":
+        masks = [dict(site.site.facts)["mask"] for site in some(found[0].sites)]
+        assert masks == ["causal", "causal offset=5"] * 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", [each for each in FAMILIES if each.id in ARCHETYPES], ids=lambda family: family.id)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [(each, kind) for each in FAMILIES for kind in KINDS.get(each.id, ())],
+    ids=lambda value: value.id if isinstance(value, Family) else value,
+)
 def test_family_with_caches_and_masks_computes_the_same(family: Family, kind: str, tmp_path: Path) -> None:
     found = _compared(family, kind, tmp_path)
     assert [each.axis for each in found] == ["sequence", "batch"]
@@ -93,14 +111,6 @@ def test_family_with_caches_and_masks_computes_the_same(family: Family, kind: st
         assert by_sequence.differences == [] and by_sequence.made.late
         assert why in {join.code for join in by_sequence.made.joins}
     assert _problems(found, family) == []
-
-
-def test_causal_masks_of_parts_are_proven(tmp_path: Path) -> None:
-    """The first half has its own keys alone, the second one all of them: both masks are causal."""
-    llama = next(each for each in FAMILIES if each.id == "llama")
-    by_sequence = _compared(llama, "none", tmp_path)[0]
-    masks = [dict(site.site.facts)["mask"] for site in some(by_sequence.sites)]
-    assert masks == ["causal", "causal offset=5"] * 2
 
 
 def test_packed_positions_by_batch(tmp_path: Path) -> None:
@@ -114,7 +124,7 @@ def test_packed_positions_by_batch(tmp_path: Path) -> None:
 
 def test_symbolic_length(tmp_path: Path) -> None:
     """The cut is an expression of the length, for every length that the graph serves."""
-    llama = next(each for each in FAMILIES if each.id == "llama")
+    llama = one_layer(next(each for each in FAMILIES if each.id == "llama"))
     save(llama, str(tmp_path))
     with equal_ranks(WORLD):
         with torch.no_grad():
@@ -164,4 +174,5 @@ def _not_split(model: torch.nn.Module) -> list[str]:
 def test_ranks_compute_as_eager(name: str, check: Callable[..., list[str]], tmp_path: Path) -> None:
     """Forced, through Inductor, on ranks whose weights differ; the order is read back from the code that it wrote."""
     family = next(each for each in FAMILIES if each.id == name)
+    family = family if (name, "none") in TWO_LAYERS else one_layer(family)
     assert run_ranks(check, WORLD, family, str(tmp_path), timeout_s=420) == [[]] * WORLD
