@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterable
 
 import torch
 
@@ -31,8 +32,10 @@ def main() -> None:
         ]
         if look == "prompts":
             cases += [PagedCase(spans, reads=False), PagedCase(spans, reads=False, heads=6, window=3)]
-        counts = (1, 3) if look in ("mixed", "prompts") else (2,)
-        for number, (case, splits) in enumerate(itertools.product(cases, counts)):
+        splits_of: dict[str, Iterable[tuple[PagedCase, int]]] = {
+            "mixed": itertools.product(cases, (1, 3)), "prompts": zip(cases, itertools.cycle((1, 3))),
+        }  # fmt: skip
+        for number, (case, splits) in enumerate(splits_of.get(look, ((case, 2) for case in cases))):
             scores, dtype = SCORES[number % 3 == 2], DTYPES[number // 2 % 2]
             operands = make(case, dtype, number)
             want = expected(case, operands, scores).to(dtype)
