@@ -15,11 +15,15 @@ import weaveopt  # noqa: F401  (registers the implementation)
 from tests.graphs.models import Family, one_layer, save
 from tests.graphs.sharded_models import FAMILY_OF, MIXTURES, ids_of, sharded
 from tests.ranks import run_ranks
+from tests.ranks.simulated import ALL_ON_REAL_RANKS
 from weaveopt.config import OptionValue
 
 EXCHANGE = torch.ops.weave.expert_exchange.default
 TESTED = {name: family if name == "mixtral" else one_layer(family) for name, family in FAMILY_OF.items()}
 """One mixture: what joins two of them is Mixtral's."""
+COMPILED = MIXTURES if ALL_ON_REAL_RANKS else ("mixtral", "gpt_oss")
+"""Families whose graphs are looked at: biases, and none. All of them are exchanged, uncompiled, in
+tests/experts/test_data_parallel.py, and compiled in tests/experts/test_prefetch.py."""
 NUM_MIXTURES = {"mixtral": 2}
 """One elsewhere."""
 
@@ -66,7 +70,7 @@ def run_tensor_parallel(rank: int, world: int, folder: Path, names: tuple[str, .
     return done
 
 
-@pytest.mark.parametrize(("world", "names"), [(2, MIXTURES), (4, ("mixtral",))])
+@pytest.mark.parametrize(("world", "names"), [(2, COMPILED), (4, ("mixtral",))])
 def test_tensor_parallel(world: int, names: tuple[str, ...], folder: Path) -> None:
     assert run_ranks(run_tensor_parallel, world, world, folder, names, timeout_s=300) == [list(names)] * world
 
