@@ -59,7 +59,7 @@ EXPECTED = {
 }
 
 
-ON_RANKS = ((2, torch.bfloat16, (2, 7)), (3, torch.float16, (5, 50)))
+ON_RANKS = ((2, torch.bfloat16, (2, 7)), (2, torch.float16, (5, 51)))
 ON_EQUAL_RANKS = ((2, torch.float32, (1, 160)), (3, torch.float32, (5, 1)))
 
 
@@ -260,7 +260,7 @@ def test_forms_compute_the_same(world: int, dtype: torch.dtype, tokens: tuple[in
         assert left == []
 
 
-@pytest.mark.parametrize(("world", "dtype", "tokens"), ON_EQUAL_RANKS)
+@pytest.mark.parametrize(("world", "dtype", "tokens"), ON_EQUAL_RANKS if ALL_ON_REAL_RANKS else ON_EQUAL_RANKS[:1])
 def test_forms_compute_the_same_in_other_sizes(world: int, dtype: torch.dtype, tokens: tuple[int, int]) -> None:
     """Operands that the rewritten graph passes to the operators, which `tests/ops` runs on real ranks."""
     with equal_ranks(world):
