@@ -21,7 +21,7 @@ from tests.faults.table import PAGE, rows_start
 
 DEFAULT_SEED = 2000
 FIRST_SEED = int(os.environ.get("FAULT_SEED", str(DEFAULT_SEED)))
-NUM_COMBINATIONS = int(os.environ.get("FAULT_COMBINATIONS", "80"))
+NUM_COMBINATIONS = int(os.environ.get("FAULT_COMBINATIONS", "80" if os.environ.get("WEAVE_TEST_ALL") == "1" else "40"))
 
 
 @pytest.fixture(scope="module")
