@@ -26,7 +26,9 @@ from weaveopt.records.report import Decision, GraphReport
 
 WORLD = 2
 NUM_TOKENS = 3
-"""One by the prefill, and two by the same decode graph: where a family's window moves, a graph for each step."""
+"""One by the prefill, and two by the same decode graph: where a family's window moves, a graph for each step,"""
+MOVING = ("mistral", "gpt_oss")
+"""and families, by name, that make one step of these: Gemma makes two."""
 NUM_PADDED = 2
 """Positions of the first sequence that its mask hides, on the left."""
 READ = ("bias_not_boolean", "bias_not_boolean")
@@ -62,8 +64,9 @@ class _Generated:
 
 
 def _greedy(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> _Generated:
+    num_tokens = NUM_TOKENS - (not ALL_ON_REAL_RANKS and model.config.model_type in MOVING)  # type: ignore[union-attr]
     found = model.generate(  # type: ignore[operator]
-        ids, attention_mask=mask, max_new_tokens=NUM_TOKENS, do_sample=False, cache_implementation="static",
+        ids, attention_mask=mask, max_new_tokens=num_tokens, do_sample=False, cache_implementation="static",
         disable_compile=True, return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
     return _Generated(found.sequences, torch.stack(found.logits))

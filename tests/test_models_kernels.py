@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -20,12 +20,12 @@ NUM_PADDED, NUM_TOKENS, ROOM = 3, 9, 16
 
 @dataclass(frozen=True)
 class Case:
-    """A family, and what becomes of the attention of its two layers."""
+    """A family, and what becomes of the attention of its layers."""
 
     family: str
-    prompt: tuple[str, str]
+    prompt: tuple[str, ...]
     """Without padding, by `KERNELS`: the mask is proven."""
-    window: tuple[int, int] = (0, 0)
+    window: tuple[int, ...] = (0,)
     reads: tuple[str, ...] = ("masked", "grouped")
     """With padding over a static cache: forms that read a mask."""
     facts: dict[str, float] = field(default_factory=dict)
@@ -35,17 +35,18 @@ KERNELS = {"known": ("flash", "cudnn"), "window": ("flash", "masked"), "masked":
 """Kernels that may serve a prompt: the cheapest of those that support it. A window of few tokens is as cheap read as
 computed."""
 CASES = (
-    Case("llama", ("known", "known")),
-    Case("mistral", ("window", "window"), (WINDOW, WINDOW)),
+    Case("llama", ("known", "known"), (0, 0)),
+    Case("mistral", ("window",), (WINDOW,)),
     Case("gemma2", ("masked", "masked"), (WINDOW, 0), ("masked",), {"softcap": 50.0, "is_written_out": True}),
     Case("gpt_oss", ("masked", "masked"), (0, 0), ("masked",), {"has_sinks": True, "is_written_out": True}),
 )
 
 
-def _model(name: str) -> PreTrainedModel:
+def _model(case: Case) -> PreTrainedModel:
     torch.manual_seed(0)
-    family = next(each for each in FAMILIES if each.name == name)
-    return AutoModelForCausalLM.from_config(config_of(family), dtype=torch.bfloat16).eval()
+    family = next(each for each in FAMILIES if each.name == case.family)
+    config = config_of(replace(family, settings={**family.settings, "num_hidden_layers": len(case.prompt)}))
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
 def _calls(model: PreTrainedModel) -> list[torch.Tensor]:
@@ -68,7 +69,7 @@ def _attention(report: GraphReport) -> list[Decision]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.family)
 def test_family_by_the_kernels_of_gpus(case: Case) -> None:
-    model, reports = _model(case.family), list[GraphReport]()
+    model, reports = _model(case), list[GraphReport]()
     torch._dynamo.reset()
     config = Config(force=(RULE,), machine="h200x4", strict=FORCED.strict)
     with torch.no_grad():
@@ -82,13 +83,13 @@ def test_family_by_the_kernels_of_gpus(case: Case) -> None:
     plain, *reading = reports
     assert len(reading) == 2
     for report in reports:
-        assert [each.rewritten for each in _attention(report)] == [True] * 2 and report.fallbacks == ()
+        assert [each.rewritten for each in _attention(report)] == [True] * len(case.prompt) and report.fallbacks == ()
     for decision, form, window in zip(_attention(plain), case.prompt, case.window, strict=True):
         assert decision.chosen.variant in KERNELS[form], decision.chosen
         assert dict(decision.site.facts)["mask"] == (f"window window={window}" if window else "causal")
     for decision in (decision for report in reading for decision in _attention(report)):
         assert decision.chosen.variant in case.reads and dict(decision.site.facts)["mask"] == "read at run time"
     for name, value in case.facts.items():
-        assert [dict(d.site.facts)[name] for report in reports for d in _attention(report)] == [value] * 2 * len(
-            reports
+        assert [dict(d.site.facts)[name] for report in reports for d in _attention(report)] == [value] * (
+            len(case.prompt) * len(reports)
         )
