@@ -27,7 +27,7 @@ from tests.graphs.batching import batching, compiled, prompts, tokens
 from tests.graphs.executing import without_code
 from tests.graphs.generating import build
 from tests.graphs.models import FAMILIES as KNOWN
-from tests.graphs.models import Family, load, save
+from tests.graphs.models import Family, load, one_layer, save
 from tests.graphs.nonempty import some
 from tests.ranks import run_ranks
 from tests.ranks.simulated import ALL_ON_REAL_RANKS
@@ -36,15 +36,20 @@ from weaveopt.integrations.transformers import continuous_batching as module
 from weaveopt.integrations.transformers import step_inputs
 from weaveopt.ops.attention.packed import packed_mask, rows_of_pages
 
-FAMILIES = ("llama", "mistral", "gemma3_text", "qwen3_moe")
-"""Full attention, windows alone, both, and a mixture."""
+LAYERS = {
+    "llama": {"num_hidden_layers": 2},
+    "mistral": {"num_hidden_layers": 1},
+    "gemma3_text": {"num_hidden_layers": 2, "sliding_window_pattern": 2},
+    "qwen3_moe": {"num_hidden_layers": 1},
+}
+"""Full attention, windows alone, both, and a mixture, by family."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LAYERS)
 def test_a_step_is_one_graph(family: str) -> None:
     """Everything of weave but Inductor's code, whose C++ takes half a minute to compile."""
     torch._dynamo.reset()
-    model = build(family)
+    model = build(family, **LAYERS[family])
     inputs = prompts(4)
     eager = tokens(model, inputs, batching())
     with without_code():
@@ -238,7 +243,7 @@ def test_the_operator_is_the_allocators_update(kind: type, num_read: int) -> Non
 
 
 def _on_ranks(rank: int, family: str, folder: str) -> tuple[bool, int, list[str], list[str]]:
-    model = load(Family(family), folder, 2)
+    model = load(one_layer(Family(family)), folder, 2)
     inputs = prompts(3)
     eager = tokens(model, inputs, batching())
     force = {"force": ["all_reduce_rms_norm"], "strict": True}
@@ -253,10 +258,10 @@ def _on_ranks(rank: int, family: str, folder: str) -> tuple[bool, int, list[str]
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"] if ALL_ON_REAL_RANKS else ["qwen3_moe"])
 def test_sites_under_tensor_parallelism_are_rewritten(family: str, tmp_path: Path) -> None:
     known = next(each for each in KNOWN if each.name == family and not each.expert_parallel)
-    save(known, str(tmp_path))
+    save(one_layer(known), str(tmp_path))
     for equal, breaks, kinds, rewritten in some(run_ranks(_on_ranks, 2, family, str(tmp_path), timeout_s=300)):
         assert equal and breaks == 0
-        assert rewritten.count("all_reduce_rms_norm") >= 4 and kinds.count("reduction") >= 4
+        assert rewritten.count("all_reduce_rms_norm") >= 2 and kinds.count("reduction") >= 2
 
 
 def test_misuse_is_one_error() -> None:
