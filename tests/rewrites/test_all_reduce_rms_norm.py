@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.graphs import forms
 from tests.graphs.calls import sharded, targets
+from tests.graphs.dtyped import forms_with, name_of
 from tests.graphs.executing import FORCED, Backend, executing, executing_alone
 from tests.graphs.nonempty import some
 from tests.graphs.preview import previewed
@@ -69,8 +70,7 @@ def inputs(dtype: torch.dtype, rank: int = 0, tokens: tuple[int, int] = (2, 7)) 
     return x, residual
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("form", forms.FORMS, ids=lambda form: form.__name__)
+@pytest.mark.parametrize(("form", "dtype"), forms_with(torch.bfloat16, torch.float32), ids=name_of)
 def test_form_is_found(form: object, dtype: torch.dtype) -> None:
     assert callable(form)
     weights = forms.make_weights(dtype)

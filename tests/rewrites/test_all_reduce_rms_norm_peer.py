@@ -12,6 +12,7 @@ import torch.fx as fx
 
 from tests.graphs import forms
 from tests.graphs.calls import calls, needed, sharded, sizes, targets
+from tests.graphs.dtyped import forms_with, name_of
 from tests.graphs.preview import FORCED, previewed
 from tests.rewrites.test_all_reduce_rms_norm import EXPECTED, inputs
 from weaveopt import cost_model
@@ -64,8 +65,7 @@ def table_of(rows: Sequence[KernelRow]) -> tuple[TableRow, ...]:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("form", forms.FORMS, ids=lambda form: form.__name__)
+@pytest.mark.parametrize(("form", "dtype"), forms_with(torch.bfloat16, torch.float16, torch.float32), ids=name_of)
 def test_every_form_is_rewritten_and_keeps_its_products(
     form: Callable[..., object], dtype: torch.dtype, graphs: list[fx.Graph]
 ) -> None:

@@ -1,0 +1,25 @@
+"""Forms of a block with dtypes in turn: what a rewrite makes of a form and of a dtype hangs on one of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+
+from tests.graphs import forms
+from tests.ranks.simulated import ALL_ON_REAL_RANKS
+
+Case = tuple[Callable[..., object], torch.dtype]
+
+
+def forms_with(*dtypes: torch.dtype) -> list[Case]:
+    """Every form with the next of these; with `make test-all` every form with each."""
+    if ALL_ON_REAL_RANKS:
+        return list(itertools.product(forms.FORMS, dtypes))
+    return list(zip(forms.FORMS, itertools.cycle(dtypes)))
+
+
+def name_of(value: object) -> str:
+    """Of a form, or of a dtype."""
+    return str(getattr(value, "__name__", value))
