@@ -70,7 +70,7 @@ def run_tensor_parallel(rank: int, world: int, folder: Path, names: tuple[str, .
     return done
 
 
-@pytest.mark.parametrize(("world", "names"), [(2, COMPILED), (4, ("mixtral",))])
+@pytest.mark.parametrize(("world", "names"), [(2, COMPILED), (4, ("qwen3_moe",))])
 def test_tensor_parallel(world: int, names: tuple[str, ...], folder: Path) -> None:
     assert run_ranks(run_tensor_parallel, world, world, folder, names, timeout_s=300) == [list(names)] * world
 
