@@ -15,6 +15,7 @@ import weaveopt
 from tests.graphs import forms
 from tests.graphs.executing import FORCED, executing, without_code
 from tests.graphs.generating import build
+from tests.graphs.nonempty import some
 from tests.graphs.preview import FORCED as RULE
 from tests.graphs.preview import previewed
 from tests.graphs.tolerances import LIBRARY, assert_close
@@ -172,7 +173,7 @@ def _through_inductor(rank: int, folder: str) -> tuple[int, int, int]:
     import weaveopt
 
     block = Block()
-    options = {"force": list(RULE), "strict": True, "timeout_s": 30.0}
+    options = {"force": list(RULE), "strict": True, "timeout_s": 30.0, "max_tokens": 256}
     compiled = torch.compile(block, backend="weave", options=options, dynamic=True)  # type: ignore[call-overload]
     _calls(block, compiled, rank, training=False)
     graphs = weaveopt.report().graphs
@@ -204,29 +205,35 @@ def test_what_is_left_takes_any_value() -> None:
     assert run_ranks(_left, 2, timeout_s=300) == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("family", "name", "value", "kind"),
-    [("gemma2", "attn_logit_softcapping", 0.5, "attention"), ("gpt_oss", "scaling", 2.0, "attention"),
-     ("gpt_oss", "alpha", 0.3, "mixture")],
-)  # fmt: skip
-def test_floats_of_attention_and_experts(family: str, name: str, value: float, kind: str) -> None:
+FLOATS_OPTIONS = {"force": ["causal_attention", "moe_fused"], "max_tokens": 256}
+FLOATS = {
+    "gemma2": (("attn_logit_softcapping", 0.5, "attention"),),
+    "gpt_oss": (("scaling", 2.0, "attention"), ("alpha", 0.3, "mixture")),
+}
+"""Attributes of modules by family, another value of each, and the kind of the sites that read it."""
+
+
+@pytest.mark.parametrize("family", FLOATS)
+def test_floats_of_attention_and_experts(family: str) -> None:
     """With symbolic sizes every float that a module reads is an input of the graph: sites are found as without, and a
     rewrite that took one as a number is not run with another."""
     torch._dynamo.reset()
-    model = build(family)
-    owners = [module for module in model.modules() if hasattr(module, name)]
-    compiled = torch.compile(model, backend="weave", dynamic=True, options={"force": ["causal_attention", "moe_fused"]})
+    model = build(family, num_hidden_layers=1 if family == "gemma2" else 2)
+    compiled = torch.compile(model, backend="weave", dynamic=True, options=FLOATS_OPTIONS)
     ids = torch.arange(34).view(2, 17) % 90 + 3
     with torch.no_grad(), without_code():
-        before = model(ids).logits
-        assert_close(compiled(ids).logits, before, LIBRARY)
-        [graph] = weaveopt.report(compiled).graphs
-        sites = [each for each in graph.decisions if each.site.kind == kind]
-        assert len(sites) == len(owners) > 0 and not any(each.site.rejections for each in sites)
-        for owner in owners:
-            setattr(owner, name, value)
         after = model(ids).logits
-        assert not torch.allclose(before, after, atol=1e-2)
         assert_close(compiled(ids).logits, after, LIBRARY)
-    if kind == "mixture":
-        assert all(each.rewritten for each in sites) and weaveopt.report(compiled).num_graphs == 2
+        [graph] = weaveopt.report(compiled).graphs
+        for name, value, kind in some(FLOATS[family]):
+            sites = [each for each in graph.decisions if each.site.kind == kind]
+            owners = [module for module in model.modules() if hasattr(module, name)]
+            assert len(sites) == len(owners) > 0 and not any(each.site.rejections for each in sites)
+            for owner in owners:
+                setattr(owner, name, value)
+            num_graphs = weaveopt.report(compiled).num_graphs
+            before, after = after, model(ids).logits
+            assert not torch.allclose(before, after, atol=1e-2)
+            assert_close(compiled(ids).logits, after, LIBRARY)
+            if kind == "mixture":
+                assert all(each.rewritten for each in sites) and weaveopt.report(compiled).num_graphs == num_graphs + 1
