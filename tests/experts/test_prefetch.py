@@ -35,7 +35,7 @@ OF_WAY = {False: ("mixtral", "qwen3_moe", "deepseek_v3"), True: ("mixtral", "gpt
 if ALL_ON_REAL_RANKS:
     OF_WAY = {False: MIXTURES, True: MIXTURES}
 RULE, TOKENS, KIND = "expert_prefetch", "moe_sharded", "expert_exchange"
-FORCED = Config(force=(RULE,), strict=True, timeout_s=30.0, compile_timeout_s=60.0)
+FORCED = Config(force=(RULE,), strict=True, timeout_s=30.0, compile_timeout_s=60.0, max_tokens=256)
 
 
 @pytest.fixture(scope="module")

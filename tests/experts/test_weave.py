@@ -59,7 +59,7 @@ def run_rewritten(rank: int, world: int, folder: Path) -> None:
     ShmExpertExchange.bind = staticmethod(bind)  # type: ignore[method-assign]
     theirs, ours = (load(folder, FAMILY_OF["gpt_oss"], each, world) for each in ("all_to_all", "weave"))
     reports: list[GraphReport] = []
-    config = Config(force=(RULE,), strict=True)
+    config = Config(force=(RULE,), strict=True, max_tokens=256)
     compiled = torch.compile(ours, backend=executing(config, reports), fullgraph=True)
     with torch.no_grad():
         for tokens in (7, 12, 20):

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import continuous_api
 
 import weaveopt
+
+# It has Python look for garbage twice a call, through all that was traced: most of what a call takes.
+continuous_api.gc = SimpleNamespace(collect=lambda: 0)  # type: ignore[attr-defined]
+
+MOST_TOKENS = 128
+"""More than a step has. Up to here choices are looked for by token count, which takes as long as tracing up to 8192."""
 
 
 def prompts(count: int, seed: int = 0, longest: int = 20) -> list[list[int]]:
@@ -34,4 +42,5 @@ def tokens(
 
 
 def compiled(options: dict[str, object] | None = None, **settings: int) -> ContinuousBatchingConfig:
+    options = {"max_tokens": MOST_TOKENS, **(options or {})}
     return weaveopt.continuous_batching(batching(**settings), options)["continuous_batching_config"]  # type: ignore[arg-type]

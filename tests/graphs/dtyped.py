@@ -21,5 +21,5 @@ def forms_with(*dtypes: torch.dtype) -> list[Case]:
 
 
 def name_of(value: object) -> str:
-    """Of a form, or of a dtype."""
+    """Name of a form or a dtype."""
     return str(getattr(value, "__name__", value))

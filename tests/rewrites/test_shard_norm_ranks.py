@@ -23,7 +23,7 @@ from weaveopt.records.candidate import LEAVE
 from weaveopt.records.report import GraphReport
 
 RULE, OTHER = "shard_norm", "all_reduce_rms_norm"
-FORCED = Config(force=(RULE,), strict=True, timeout_s=30.0, compile_timeout_s=60.0)
+FORCED = Config(force=(RULE,), strict=True, timeout_s=30.0, compile_timeout_s=60.0, max_tokens=256)
 HIDDEN, INNER, NUM_LAYERS = 48, 96, 3
 Choices = list[list[str]]
 
