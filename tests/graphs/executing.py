@@ -31,7 +31,7 @@ from weaveopt.rule import RuleSet
 
 FORCED = Config(
     force=("all_reduce_rms_norm", "causal_attention", "moe_fused"), strict=True, timeout_s=30.0, compile_timeout_s=60.0,
-    max_tokens=1024,
+    max_tokens=4096,
 )  # fmt: skip
 """Rewrite wherever it is allowed, whatever the model predicts; any failing step is an error. Graphs of symbolic sizes
 are decided for fewer token counts than users ask for, which takes a part of the time."""
