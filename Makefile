@@ -1,6 +1,7 @@
 # make run     install into .venv, then compile, generate and check a model on this host's CPU or GPU ranks
 # make test    install into .venv, then the whole CPU test suite; of the CUDA part what was built is tested
-# make test-all    the same with every family of models on ranks of its own, where make test has one of each archetype
+# make test-all    the same with every family of models on ranks of its own, where make test has one of each archetype,
+#     and with the forms, sizes and random draws of which make test has a part
 # make test VERSIONS=newest|oldest    the tests that touch private parts of torch and transformers, with those versions
 # make lint    what CI checks besides the tests
 # make dist    wheels and the source distribution, in dist/, each checked in an empty environment

@@ -161,8 +161,8 @@ def gpu_parts(
     """With experts' kernels of that name (see `kernels_us`). None where the profile lacks one of the times.
     `window_us`: what a rank computes on its own tokens before the call.
 
-    Of 70 blocks measured on two H100s (suite `moe_sharded`) it is off by 7 % on average where routing is even, and was
-    by 14 % with all results charged as exposed and summed twice.
+    Of the blocks measured on two H100s with even routing it is off by 7 % on average, and was by 13 % with all results
+    charged as exposed and summed twice.
     """
     experts = kernels_us(machine, replace(sharded.of_busiest, transposed=transposed), kernels)
     pushed = _curve(machine, fabric, DISPATCH, sharded.world)

@@ -132,9 +132,7 @@ def _output_of(workload: Workload) -> TileOutput:
     return TileOutput.BOTH if workload.sum_is_used and not workload.sum_may_shard else TileOutput.NORM
 
 
-def _estimate(
-    machine: Machine, workload: Workload, kernel_us: float, gathered_us: float, copied_us: float
-) -> Estimate:
+def _estimate(machine: Machine, workload: Workload, kernel_us: float, gathered_us: float, copied_us: float) -> Estimate:
     slowdown = machine.oversubscription(workload.world, workload.hosts)
     multiplied_us = gemm_us(machine, workload.gemm, workload.dtype)
     terms = (
