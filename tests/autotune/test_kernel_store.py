@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,13 +63,13 @@ def test_a_broken_file_is_empty_and_replaced(name: str, tmp_path: Path) -> None:
 
 
 def test_without_msgspec_nothing_is_known_and_times_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = KernelStore(tmp_path, DEVICE)
+    store, other = KernelStore(tmp_path, DEVICE), replace(TIME, shape=replace(SHAPE, size=SHAPE.size + 1))
     store.add([TIME])
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "msgspec", None)
-        assert store.read().times == {}
-        assert store.add([TIME])
-    assert store.read().times == {SHAPE: TIME}
+        assert store.read().times == {} and not kernel_store.can_read()
+        assert store.add([other])
+    assert store.read().times == {SHAPE: TIME} and kernel_store.can_read()
 
 
 def test_a_file_of_another_version_is_empty(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import time
@@ -92,7 +93,10 @@ class KernelStore:
         return StoredKernels(times, {each.shape: each.budget_s for each in found.left if each.shape not in times})
 
     def add(self, times: Iterable[KernelTime], left: Iterable[LeftKernel] = ()) -> bool:
-        """Store these with those that are there; False where the folder cannot be written."""
+        """Store these with those that are there; False where the folder cannot be written. Where those cannot be read,
+        nothing is stored in their place."""
+        if not can_read():
+            return True
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with _locked(self.folder / f"{self.path.name}.lock"):
@@ -123,8 +127,13 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
+def can_read() -> bool:
+    """False where msgspec is missing, which reads the files."""
+    return importlib.util.find_spec("msgspec") is not None
+
+
 def content_of(path: Path) -> StoredFile | None:
-    """Content of a file; None where there is none that can be read, and where msgspec, which reads it, is missing."""
+    """Content of a file; None where there is none that can be read, and where msgspec is missing."""
     try:
         return plain_json.convert(plain_json.read(plain_json.text_of(path)), StoredFile)
     except (plain_json.JsonError, OSError, ImportError):

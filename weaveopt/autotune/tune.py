@@ -19,7 +19,7 @@ import torch.distributed as dist
 from weaveopt.autotune.asked_kernels import AskedKernel, AskedPrices
 from weaveopt.autotune.device_class import device_class
 from weaveopt.autotune.kernel_exchange import KernelExchange, NoAgreementError
-from weaveopt.autotune.kernel_store import KernelStore, LeftKernel, folder_of
+from weaveopt.autotune.kernel_store import KernelStore, LeftKernel, can_read, folder_of
 from weaveopt.autotune.kernel_timing import KernelTimings, time_kernels
 from weaveopt.config import LONGEST_S
 from weaveopt.cost_model.gemm import was_measured
@@ -233,6 +233,8 @@ class _Tuning:
             line += f", {len(timings.left)} left to the profile: the budget is spent (option tune_budget_s)"
         if timings.failed:
             line += f", {len(timings.failed)} cannot be timed alone"
+        if not can_read():
+            line += ", none read from disk: msgspec is not installed"
         if unsteady:
             line += f", {unsteady} left to the profile: times that spread so wide are less sure than it"
         return line + (f"; {self._failure}" if self._failure else "")
