@@ -26,9 +26,9 @@ from weaveopt.records.report import Decision, GraphReport
 
 WORLD = 2
 NUM_TOKENS = 3
-"""One by the prefill, and two by the same decode graph: where a family's window moves, a graph for each step,"""
+"""One by the prefill, and two by the same decode graph: where a family's window moves, a graph for each step."""
 MOVING = ("mistral", "gpt_oss")
-"""and families, by name, that make one step of these: Gemma makes two."""
+"""Families whose window moves, by name, that make one decode step with `make test`: Gemma makes both."""
 NUM_PADDED = 2
 """Positions of the first sequence that its mask hides, on the left."""
 READ = ("bias_not_boolean", "bias_not_boolean")

@@ -167,9 +167,10 @@ def _value_splits(node: fx.Node, device: str | None) -> bool:
 
 def _is_constant(node: fx.Node) -> bool:
     """True for a single number that the graph holds, on whatever device: Inductor writes it into the kernels that read
-    it. So `x[mask] = 0.0` reads one of the CPU, as in embeddings whose rows are spread over ranks."""
+    it, unless it is asked to keep constants as tensors. So `x[mask] = 0.0` reads one of the CPU, as in embeddings whose
+    rows are spread over ranks."""
     value = tensor_of(node)
-    if value is None or value.dim() != 0:
+    if value is None or value.dim() != 0 or getattr(inductor_config, "always_keep_tensor_constants", False):
         return False
     return node.op == "get_attr" or (is_call(node, _CONSTANTS) and all(map(_is_constant, node.all_input_nodes)))
 

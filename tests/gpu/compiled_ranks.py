@@ -25,7 +25,8 @@ WIDE, TOKENS = 8192, 2200
 
 
 def check_aliasing(rank: int, check: Callable[[tuple[Tensor, ...], tuple[Tensor, ...], str], None]) -> None:
-    """Two sites whose normalized rows only GEMMs read: they alias the arena, with and without CUDA graphs."""
+    """Two sites whose normalized rows only GEMMs read: they alias the arena, with and without CUDA graphs, also after
+    rows were filled at a mask, as those of an embedding that is spread over ranks."""
     shared = torch.Generator("cuda").manual_seed(3)
 
     def random(*shape: int, generator: torch.Generator = shared) -> Tensor:
@@ -33,25 +34,30 @@ def check_aliasing(rank: int, check: Callable[[tuple[Tensor, ...], tuple[Tensor,
 
     into, out_of, norm = random(2, forms.INNER, WIDE), random(2, WIDE, forms.INNER), random(1, WIDE)[0].abs()
 
-    def block(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    def block(x: Tensor, residual: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+        if mask is not None:
+            x = x.clone()
+            x[mask] = 0.0
         total = residual + functional.all_reduce(x @ into[0], "sum", dist.group.WORLD)
         inner = forms.rms(total, norm) @ out_of[0]
         total = total + functional.all_reduce(torch.nn.functional.silu(inner) @ into[1], "sum", dist.group.WORLD)
         return (forms.rms(total, norm) @ out_of[1],)
 
     with torch.no_grad():
-        for cuda_graphs in (False, True):
+        for cuda_graphs, fills in ((False, False), (True, False), (False, True), (True, True)):
             torch._dynamo.reset()
             options = {"machine": "h200x4", "strict": True, "timeout_s": 30.0, "cuda_graphs": cuda_graphs}
             compiled = torch.compile(block, backend="weave", options=options)  # type: ignore[call-overload]
+            what = f"rows in the arena, cuda_graphs={cuda_graphs}, filled at a mask={fills}"
             for seed in range(4):
                 own = torch.Generator("cuda").manual_seed(100 * seed + rank)
                 x = torch.randn(TOKENS, forms.INNER, generator=own, device="cuda").bfloat16()
                 residual = torch.randn(TOKENS, WIDE, generator=shared, device="cuda").bfloat16()
-                check(compiled(x, residual), block(x, residual), f"rows in the arena, cuda_graphs={cuda_graphs}")
-    report = weaveopt.report().graphs[-1]
-    aliased = [any(note.startswith("no copy: ") for note in d.chosen.notes) for d in report.decisions]
-    assert aliased == [True, True], report.decisions
+                mask = torch.rand(TOKENS, generator=own, device="cuda") < 0.5 if fills else None
+                check(compiled(x, residual, mask), block(x, residual, mask), what)
+            report = weaveopt.report().graphs[-1]
+            aliased = [any(note.startswith("no copy: ") for note in d.chosen.notes) for d in report.decisions]
+            assert aliased == [True, True], report.decisions
 
 
 def main() -> None:

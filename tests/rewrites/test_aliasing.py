@@ -219,6 +219,7 @@ def test_a_write_at_a_mask_splits_a_graph_unless_it_fills(dtype: torch.dtype, nu
 
 @pytest.mark.parametrize(("what", "splits"), [
     ("constant", False), ("lifted", False), ("made", False), ("input", True), ("computed", True), ("row", True),
+    ("kept", True),
 ])  # fmt: skip
 def test_a_number_of_another_device_splits_a_graph_unless_it_is_constant(what: str, splits: bool) -> None:
     """`x[mask] = 0.0` is traced with a number of the CPU."""
@@ -242,9 +243,12 @@ def test_a_number_of_another_device_splits_a_graph_unless_it_is_constant(what: s
         "input": lambda: given,
         "computed": lambda: number(aten.lift_fresh_copy.default, given),
         "row": lambda: number(aten.lift_fresh_copy.default, constant),
+        "kept": lambda: number(aten.lift_fresh_copy.default, constant),
     }[what]()
     last = chain.site(chain.mm(chain.call(aten.index_put.default, chain.mm(normed), [mask], value)))
-    assert chain.aliasing(chain.mm(last)) == (set() if splits else {normed.name, last.name})
+    with inductor_config.patch(always_keep_tensor_constants=what == "kept"):
+        found = chain.aliasing(chain.mm(last))
+    assert found == (set() if splits else {normed.name, last.name})
 
 
 @pytest.mark.parametrize("name", ["aten::sin", "aten::sin.default"])

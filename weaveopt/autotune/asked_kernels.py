@@ -115,13 +115,14 @@ class AskedPrices:
         """The same kernels, longest first, with what the decision may lose by an error of each price, which is its
         standard error, and `relative_error` at least.
 
-        Each takes a pricing of all sites; those that are not reached in `longest_s` count as turning nothing.
+        Each takes a pricing of all sites; those for which that would exceed `longest_s` count as turning nothing.
         """
-        ends = time.perf_counter() + longest_s
+        began = time.perf_counter()
         before = [self._problem(counts, self._with(_Off())) for counts in self._counts]
+        last = began + longest_s - (time.perf_counter() - began)  # another pricing takes as long as this one
         order = sorted(kernels, key=lambda kernel: -kernel.us)
         return tuple(
-            self._weighed(kernel, before, relative_error) if time.perf_counter() < ends else kernel for kernel in order
+            self._weighed(kernel, before, relative_error) if time.perf_counter() < last else kernel for kernel in order
         )
 
     def _weighed(self, kernel: AskedKernel, before: Sequence[Problem], relative_error: float) -> AskedKernel:
