@@ -104,11 +104,11 @@ def meeting(tmp_path: Path) -> str:
     """A program whose ranks only add up to their number."""
     script = tmp_path / "meet.py"
     script.write_text(
-        "import torch, torch.distributed as dist\n"
+        "import sys, torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
         "total = torch.ones(1)\n"
         "dist.all_reduce(total)\n"
-        "print('ranks met:', int(total))\n"
+        "sys.stdout.write(f'ranks met: {int(total)}\\n')\n"
         "dist.destroy_process_group()\n"
     )
     return str(script)

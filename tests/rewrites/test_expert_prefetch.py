@@ -125,7 +125,11 @@ def test_reasons_against_it() -> None:
         [refused] = reported(make_call()).decisions
     assert codes(refused, RULE) == {"not_shared"}
     # Neither has the pulls' contention, nor reads of a peer's experts.
-    for machine in (profiles.without("h200x4", READS), cost_model.load("h100x8")):
+    contended = profiles.without("h200x4", READS)
+    assert contended.contention is not None
+    for machine in (
+        replace(contended, contention=replace(contended.contention, copies=None)), cost_model.load("h100x8"),
+    ):  # fmt: skip
         with profiles.found(machine):
             [on_gpus] = reported(make_call(), machine=machine.name, device="cuda").decisions
         in_place, ahead = on_peers(on_gpus)
