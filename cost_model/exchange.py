@@ -161,7 +161,7 @@ def gpu_parts(
     """With experts' kernels of that name (see `kernels_us`). None where the profile lacks one of the times.
     `window_us`: what a rank computes on its own tokens before the call.
 
-    Of the blocks measured on two H100s with even routing it is off by 7 % on average, and was by 13 % with all results
+    Of the blocks measured on two H100s with even routing it is off by 6 % on average, and was by 13 % with all results
     charged as exposed and summed twice.
     """
     experts = kernels_us(machine, replace(sharded.of_busiest, transposed=transposed), kernels)

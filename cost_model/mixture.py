@@ -28,6 +28,9 @@ LEAST_ROWS: Mapping[str, int] = MappingProxyType({"hopper": 4, "one_kernel": 4, 
 """Least mean rows of an expert from which kernels are a choice. With fewer, other kernels were faster on an H100 and on
 an H200: with less than 4 up to 1.4 times, which curves by bytes of weights do not show. `wide` took 0.93 to 0.94 times
 as long as `hopper` with 4096, 0.97 to 1.19 times with 1024, and up to 1.36 times with 256."""
+OVERLAPS: Mapping[str, float] = MappingProxyType({"hopper": 2.3, "one_kernel": 2.3, WIDE: 2.3})
+"""Exponents of `kernels_us` other than 2. These kernels fetch weights by bulk copies under the arithmetic, and overlap
+more of both: with 2.3 the kernels that are chosen on two H100s reach 0.95 of the fastest at least, with 2 0.85."""
 LIBRARY_CALLS = 6
 """Library calls for an expert's rows on a CPU: gather, two GEMMs, activation, multiplication with up, scatter."""
 
@@ -107,15 +110,17 @@ def kernels_us(machine: Machine, mixture: Mixture, kernels: str = "") -> float |
     where experts have too few rows for them.
 
     Reading the weights of the experts with rows and the arithmetic run at the same time, but where both take long each
-    delays the other: the root of the sum of their squares. More than was ever measured goes on at the rate of the most,
-    and less arithmetic at that of the least: what a call costs at least is in the time of its weights.
+    delays the other: the root of the sum of their squares, or of a power that `OVERLAPS` names. More than was ever
+    measured goes on at the rate of the most, and less arithmetic at that of the least: what a call costs at least is in
+    the time of its weights.
     """
     curves = _curves(machine.untimed, kernels, mixture.dtype, mixture.transposed)
     if len(curves) < 2 or has_few_rows(mixture, kernels):
         return None
     least = curves["rows"].points[0].size
     arithmetic_us = _on_curve(machine, curves["rows"], mixture.flops) * min(mixture.flops / least, 1.0)
-    return hypotenuse(_on_curve(machine, curves["weights"], mixture.weight_bytes), arithmetic_us)
+    weights_us = _on_curve(machine, curves["weights"], mixture.weight_bytes)
+    return hypotenuse(weights_us, arithmetic_us, OVERLAPS.get(kernels, 2.0))
 
 
 def _on_curve(machine: Machine, curve: KernelCurve, size: float) -> float:

@@ -54,7 +54,7 @@ def cases(machine: str) -> dict[tuple[str, int, str], Found]:
     return found
 
 
-@pytest.mark.parametrize(("machine", "reached", "least"), [("h200x4", 0.99, 0.94), ("h100x2", 0.99, 0.84)])
+@pytest.mark.parametrize(("machine", "reached", "least"), [("h200x4", 0.99, 0.94), ("h100x2", 0.99, 0.95)])
 def test_the_choice_is_near_the_best(machine: str, reached: float, least: float) -> None:
     """Four models, six token counts, uniform and skewed routing: the profile takes routing to be uniform."""
     found = cases(machine).values()
@@ -98,7 +98,8 @@ def test_blocks_of_sharded_tokens_take_as_long_as_predicted() -> None:
         chosen = min(times, key=lambda name: times[name])
         if row["case"]["routing"] == "uniform":
             errors.append(times[chosen] / row["parameters"][f"us {chosen}"] - 1.0)
-    assert len(errors) > 30 and fmean(map(abs, errors)) < 0.08 and abs(fmean(errors)) < 0.03, errors
+    assert max(map(abs, errors)) < 0.18
+    assert len(errors) > 30 and fmean(map(abs, errors)) < 0.065 and abs(fmean(errors)) < 0.03, errors
 
 
 def test_no_choice_for_sharded_tokens_is_slower_than_the_library() -> None:

@@ -43,6 +43,14 @@ def test_the_hypotenuse_counts_each_side_by_its_share() -> None:
     assert hypotenuse(a, b) == 5.0
     assert error_us_of(hypotenuse(a, b)) == pytest.approx(math.hypot(0.3 * 3 / 5, 0.4 * 4 / 5))
     assert hypotenuse(0.0, 0.0) == 0.0 and type(hypotenuse(3.0, 4.0)) is float
+    step = 1e-6
+    for power in (2.0, 2.3, 4.0):
+        slopes = [
+            (hypotenuse(3.0 + step * (i == 0), 4.0 + step * i, power) - hypotenuse(3.0, 4.0, power)) / step
+            for i in range(2)
+        ]
+        wanted = math.hypot(0.3 * slopes[0], 0.4 * slopes[1])
+        assert error_us_of(hypotenuse(a, b, power)) == pytest.approx(wanted, rel=1e-4), power
 
 
 def test_errors_are_asked_for_once_and_only_where_they_are_needed() -> None:

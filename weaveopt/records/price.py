@@ -159,12 +159,13 @@ def source_of(us: float) -> PriceSource:
     return us.source if isinstance(us, Price) else PriceSource.ESTIMATED
 
 
-def hypotenuse(a: float, b: float) -> float:
-    """`sqrt(a² + b²)`, of prices a price."""
-    length = sqrt(float(a) * float(a) + float(b) * float(b))
+def hypotenuse(a: float, b: float, exponent: float = 2.0) -> float:
+    """`sqrt(a² + b²)`, of prices a price; with a larger exponent, nearer to the larger of the two."""
+    length: float = (float(a) ** exponent + float(b) ** exponent) ** (1.0 / exponent)
     if length == 0.0 or not (isinstance(a, Price) or isinstance(b, Price)):
         return length
-    return Price(length, lambda: added(Price(each, _known(each)) * (each / length) for each in (a, b)).uncertainty)
+    shares = [(each, (each / length) ** (exponent - 1.0)) for each in (a, b)]
+    return Price(length, lambda: added(Price(each, _known(each)) * share for each, share in shares).uncertainty)
 
 
 def added(prices: Iterable[float]) -> Price:
