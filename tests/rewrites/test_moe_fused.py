@@ -19,7 +19,7 @@ from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt import cost_model
 from weaveopt.config import Config
 from weaveopt.cost_model.machine import KernelCurve, Machine, SizePoint
-from weaveopt.cost_model.mixture import LEAST_ROWS, WIDE, Mixture, kernels_us
+from weaveopt.cost_model.mixture import LEAST_ROWS, OVERLAPS, WIDE, Mixture, kernels_us
 from weaveopt.inductor.kernels import KernelContext
 from weaveopt.ops.experts.activation import Activation
 from weaveopt.ops.experts.call import ExpertsKernel, decode
@@ -254,17 +254,26 @@ def _curves(name: str, us: float) -> tuple[KernelCurve, KernelCurve]:
     )
 
 
+def _both(us: float, power: float) -> float:
+    """Time of a kernel whose reading and arithmetic take `us` each."""
+    return 2.0 ** (1.0 / power) * us
+
+
 def test_each_of_the_kernels_has_its_own_curves() -> None:
     machine = replace(cost_model.load("h200x4"), kernels=(*_curves("", 900.0), *_curves("hopper ", 500.0)))
     (triton, slow, _), (hopper, fast, _), *_ = _on(machine, 8192)
     assert (triton, hopper) == (KERNELS, HOPPER)
-    assert slow is not None and fast is not None and slow - fast == pytest.approx(math.hypot(400.0, 400.0))
+    assert (
+        slow is not None
+        and fast is not None
+        and (slow, fast) == pytest.approx((_both(900.0, 2.0), _both(500.0, OVERLAPS["hopper"])))
+    )
     assert [codes for *_, codes in _on(machine, 8192, transposed=True)] == [
         ["not_measured"], ["not_measured"], ["not_measured"], ["weight_layout"],
     ]  # fmt: skip
     both = replace(machine, kernels=(*machine.kernels, *_curves("hopper transposed ", 700.0)))
     (_, unknown, _), (_, turned, _), *_ = _on(both, 8192, transposed=True)
-    assert unknown is None and turned is not None and turned - fast == pytest.approx(math.hypot(200.0, 200.0))
+    assert unknown is None and turned is not None and turned == pytest.approx(_both(700.0, OVERLAPS["hopper"]))
 
 
 def test_a_table_says_which_kernels_serve_which_counts() -> None:
@@ -314,7 +323,7 @@ def test_one_kernel_is_chosen_by_its_curves() -> None:
     ]  # fmt: skip
     _, (_, hopper_us, _), (name, us, none), _ = _on(one[499.0], 8192)
     assert hopper_us is not None and us is not None and name == ONE and not none
-    assert hopper_us - us == pytest.approx(math.hypot(1.0, 1.0))
+    assert hopper_us - us == pytest.approx(_both(1.0, OVERLAPS[ONE]))
     assert _on(two, 8192)[2] == (ONE, None, ["not_measured"])
     least = LEAST_ROWS[ONE] * FACTS.experts // FACTS.choices
     assert [codes for *_, codes in _on(one[499.0], least - 1)] == [[], ["few_rows"], ["few_rows"], ["few_rows"]]
