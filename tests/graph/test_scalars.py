@@ -167,7 +167,7 @@ def test_another_value_is_compiled_again_and_right(training: bool) -> None:
 
 def _through_inductor(rank: int, folder: str) -> tuple[int, int, int]:
     """Graphs, and the hits and misses of Inductor's graph cache in a fresh process."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/{rank}"  # of a folder for both, one finds what the other made
     from torch._dynamo.utils import counters
 
     import weaveopt
