@@ -141,7 +141,8 @@ class GpuParts:
 
 
 _SECOND_GEMM = 1.0 / 3.0
-"""Share of the second GEMM in the experts' time: a gated first one is twice as much work."""
+"""Share of the second GEMM in the experts' time: a gated first one is twice as much work. Of experts that are not
+gated it is a half, so less is taken to be hidden than is."""
 _GPU_LAUNCHES = 6
 """Kernels of a call: dispatch, two that route, two GEMMs, the sum."""
 _COUNT_CALLS = 2

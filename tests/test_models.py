@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from tests.graphs.executing import FORCED, OneOf, executing, executing_alone, executing_one_of
 from tests.graphs.models import FAMILIES, VOCABULARY, Family, config_of, load, one_layer, save
 from tests.ranks import run_ranks
-from tests.ranks.simulated import ALL_ON_REAL_RANKS, equal_ranks
+from tests.ranks.simulated import TEST_ALL, equal_ranks
 from weaveopt.config import Config
 from weaveopt.integrations.transformers.cache_argument import with_cache
 from weaveopt.records.report import Decision, GraphReport
@@ -64,7 +64,7 @@ class _Generated:
 
 
 def _greedy(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> _Generated:
-    num_tokens = NUM_TOKENS - (not ALL_ON_REAL_RANKS and model.config.model_type in MOVING)  # type: ignore[union-attr]
+    num_tokens = NUM_TOKENS - (not TEST_ALL and model.config.model_type in MOVING)  # type: ignore[union-attr]
     found = model.generate(  # type: ignore[operator]
         ids, attention_mask=mask, max_new_tokens=num_tokens, do_sample=False, cache_implementation="static",
         disable_compile=True, return_dict_in_generate=True, output_logits=True,
@@ -89,7 +89,7 @@ def _check(rank: int, family: Family, folder: str) -> list[str]:
     dist.barrier()
     ways = OneOf((FORCED,), ([],))
     backend = executing(FORCED, ways.reports[0])
-    return _problems(family, folder, backend, ways, with_prompt=ALL_ON_REAL_RANKS and family.name in PROMPT)
+    return _problems(family, folder, backend, ways, with_prompt=TEST_ALL and family.name in PROMPT)
 
 
 def _problems(
@@ -185,7 +185,7 @@ def _outcome(decision: Decision) -> str:
 def test_family_computes_as_eager(family: Family, tmp_path: Path) -> None:
     tested = _tested(family)
     save(tested, str(tmp_path))
-    is_split = ALL_ON_REAL_RANKS or family.id in SPLIT_FAMILIES
+    is_split = TEST_ALL or family.id in SPLIT_FAMILIES
     ways = OneOf((FORCED, SPLIT), ([], [])) if is_split else OneOf((FORCED,), ([],))
     with equal_ranks(WORLD):
         backend = executing_one_of(ways, WORLD)
@@ -194,10 +194,10 @@ def test_family_computes_as_eager(family: Family, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", [each for each in FAMILIES if ALL_ON_REAL_RANKS or each.id in ARCHETYPES], ids=lambda family: family.id
+    "family", [each for each in FAMILIES if TEST_ALL or each.id in ARCHETYPES], ids=lambda family: family.id
 )
 def test_family_on_ranks_computes_as_eager(family: Family, tmp_path: Path) -> None:
-    tested = _tested(family) if ALL_ON_REAL_RANKS else one_layer(family)
+    tested = _tested(family) if TEST_ALL else one_layer(family)
     assert run_ranks(_check, WORLD, tested, str(tmp_path), timeout_s=420) == [[]] * WORLD
 
 

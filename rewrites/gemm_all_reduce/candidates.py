@@ -138,9 +138,7 @@ def _forms(facts: ReductionFacts, tokens: TokenCounts, known: GemmAllReduceTerms
     needs it."""
     whole = workload_of(facts, tokens, takes_gemm=True, quantizes=False)
     if not known.norm_refused:
-        yield GemmAllReduceMatch(
-            whole, facts.group, tiles_refused=known.tiles_refused, copies_rows=known.copies_rows and facts.has_norm
-        )
+        yield GemmAllReduceMatch(whole, facts.group, tiles_refused=known.tiles_refused, copies_rows=known.copies_rows)
     if facts.has_norm and (known.norm_refused or facts.sum_is_read):
         yield GemmAllReduceMatch(
             with_unfused_norm(whole), facts.group, unfused_norm=True, tiles_refused=known.unfused_norm_refused

@@ -121,7 +121,7 @@ def is_read_in_place(value: fx.Node) -> bool:
     return all(_is_gemm(reader, node) for reader, node in _readers(value)) and not may_be_split(value)
 
 
-_Asked = tuple[int, str | None, frozenset[str]]
+_Asked = tuple[int, str | None, frozenset[str], bool]
 _known: weakref.WeakKeyDictionary[fx.Graph, tuple[_Asked, bool]] = weakref.WeakKeyDictionary()
 """Answers of `may_be_split`, which every site of a graph asks for."""
 
@@ -134,10 +134,11 @@ def may_be_split(value: fx.Node) -> bool:
     """
     tensor, graph = tensor_of(value), value.graph
     device = None if tensor is None else tensor.device.type
-    asked = len(graph.nodes), device, frozenset(getattr(inductor_config, "custom_should_partition_ops", []))
+    at = frozenset(getattr(inductor_config, "custom_should_partition_ops", []))
+    asked = len(graph.nodes), device, at, _keeps_constants()
     known = _known.get(graph)
     if known is None or known[0] != asked:
-        known = _known[graph] = asked, _splits(graph, device, asked[-1])
+        known = _known[graph] = asked, _splits(graph, device, at)
     return known[1]
 
 
@@ -165,12 +166,16 @@ def _value_splits(node: fx.Node, device: str | None) -> bool:
     return any(value is not None and value.device.type != device for value in values)
 
 
+def _keeps_constants() -> bool:
+    return bool(getattr(inductor_config, "always_keep_tensor_constants", False))
+
+
 def _is_constant(node: fx.Node) -> bool:
     """True for a single number that the graph holds, on whatever device: Inductor writes it into the kernels that read
     it, unless it is asked to keep constants as tensors. So `x[mask] = 0.0` reads one of the CPU, as in embeddings whose
     rows are spread over ranks."""
     value = tensor_of(node)
-    if value is None or value.dim() != 0 or getattr(inductor_config, "always_keep_tensor_constants", False):
+    if value is None or value.dim() != 0 or _keeps_constants():
         return False
     return node.op == "get_attr" or (is_call(node, _CONSTANTS) and all(map(_is_constant, node.all_input_nodes)))
 

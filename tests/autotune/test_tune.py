@@ -5,10 +5,12 @@ How long a kernel takes is the test's to say, but for the last tests, which call
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -142,6 +144,9 @@ def _agreement(rank: int, folder: str) -> dict[str, object]:
     slow = compiled_chain(apart, replace(BASE, tune_cache=f"{folder}/second"))
     again = FakeClock({})
     known = compiled_chain(again, replace(BASE, tune_cache=f"{folder}/second"))
+    with mock.patch.dict(sys.modules, {"msgspec": None}):
+        unread = compiled_chain(FakeClock({WIDTH: 90000.0}), replace(BASE, tune_cache=f"{folder}/second"))
+    assert unread.tuned.endswith("none read from disk: msgspec is not installed"), unread.tuned
     # Ranks of different hosts may know different kernels.
     mixed_clock = FakeClock({WIDTH: 90000.0})
     mixed = compiled_chain(mixed_clock, replace(BASE, tune_cache=f"{folder}/{'second' if rank else 'third'}"))

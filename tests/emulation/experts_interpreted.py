@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import traceback
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from tests.graphs.experts_cases import (
 )
 from tests.graphs.experts_routing import POISON, assert_sorted, empty_table
 from tests.graphs.tolerances import KERNEL, assert_close
+from tests.ranks.simulated import TEST_ALL
 from weaveopt.ops.experts import gpu
 from weaveopt.ops.experts.call import ExpertsCall
 from weaveopt.ops.experts.plan import ExpertsLaunch, plan
@@ -94,7 +94,7 @@ def ranges(num_ranges: int, transposed: bool, swap: bool) -> None:
     sizes = Sizes(tokens=13, choices=2, experts=9, hidden=35, inner=19, bias=True, transposed=transposed)
     routings = ("skewed", "one_expert", "some_foreign")
     at = (NUM_RANGES.index(num_ranges) + swap) % len(routings)
-    for routing in routings if os.environ.get("WEAVE_TEST_ALL") == "1" else routings[at : at + 1]:
+    for routing in routings if TEST_ALL else routings[at : at + 1]:
         operands = poisoned(make_operands(sizes, SILU, torch.bfloat16, num_ranges, routing))
         how = replace(small(plan(checked_shape(operands, SILU), 132), swap=swap), splits=1 + swap)
         cut = in_ranges(operands, uneven(9, num_ranges), uneven(9, num_ranges)[::-1])

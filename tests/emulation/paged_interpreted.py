@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable
 
 import torch
 
 from tests.emulation.triton_interpreter import interpreting
 from tests.graphs.paged_cases import SPANS, PagedCase, expected, make
 from tests.graphs.tolerances import KERNEL, assert_close
+from tests.ranks.simulated import TEST_ALL
 from weaveopt.ops.attention.paged_gpu import PagedLaunch, launch_paged
 from weaveopt.ops.attention.shapes import Scores
 
@@ -32,10 +32,10 @@ def main() -> None:
         ]
         if look == "prompts":
             cases += [PagedCase(spans, reads=False), PagedCase(spans, reads=False, heads=6, window=3)]
-        splits_of: dict[str, Iterable[tuple[PagedCase, int]]] = {
-            "mixed": itertools.product(cases, (1, 3)), "prompts": zip(cases, itertools.cycle((1, 3))),
-        }  # fmt: skip
-        for number, (case, splits) in enumerate(splits_of.get(look, ((case, 2) for case in cases))):
+        counts = (1, 3) if look in ("mixed", "prompts") else (2,)
+        turns = look == "prompts" and not TEST_ALL  # numbers of splits, one for each case
+        runs = zip(cases, itertools.cycle(counts)) if turns else itertools.product(cases, counts)
+        for number, (case, splits) in enumerate(runs):
             scores, dtype = SCORES[number % 3 == 2], DTYPES[number // 2 % 2]
             operands = make(case, dtype, number)
             want = expected(case, operands, scores).to(dtype)

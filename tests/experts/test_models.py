@@ -15,13 +15,13 @@ import weaveopt  # noqa: F401  (registers the implementation)
 from tests.graphs.models import Family, one_layer, save
 from tests.graphs.sharded_models import FAMILY_OF, MIXTURES, ids_of, sharded
 from tests.ranks import run_ranks
-from tests.ranks.simulated import ALL_ON_REAL_RANKS
+from tests.ranks.simulated import TEST_ALL
 from weaveopt.config import OptionValue
 
 EXCHANGE = torch.ops.weave.expert_exchange.default
 TESTED = {name: family if name == "mixtral" else one_layer(family) for name, family in FAMILY_OF.items()}
 """One mixture: what joins two of them is Mixtral's."""
-COMPILED = MIXTURES if ALL_ON_REAL_RANKS else ("mixtral", "gpt_oss")
+COMPILED = MIXTURES if TEST_ALL else ("mixtral", "gpt_oss")
 """Families whose graphs are looked at: biases, and none. All of them are exchanged, uncompiled, in
 tests/experts/test_data_parallel.py, and compiled in tests/experts/test_prefetch.py."""
 NUM_MIXTURES = {"mixtral": 2}

@@ -21,7 +21,7 @@ from tests.graphs.executing import executing
 from tests.graphs.models import one_layer, save
 from tests.graphs.sharded_models import FAMILY_OF, MIXTURES, ids_of
 from tests.ranks import collect, run_ranks
-from tests.ranks.simulated import ALL_ON_REAL_RANKS
+from tests.ranks.simulated import TEST_ALL
 from weaveopt.config import Config, OptionValue
 from weaveopt.fabrics import exported_shm
 from weaveopt.records.report import Decision, GraphReport
@@ -32,7 +32,7 @@ second call: the others have one mixture, and one graph for both calls."""
 OF_WAY = {False: ("mixtral", "qwen3_moe", "deepseek_v3"), True: ("mixtral", "gpt_oss")}
 """Families whose ranks call together, and whose ranks are independent: every family once, and all both ways with
 `make test-all`."""
-if ALL_ON_REAL_RANKS:
+if TEST_ALL:
     OF_WAY = {False: MIXTURES, True: MIXTURES}
 RULE, TOKENS, KIND = "expert_prefetch", "moe_sharded", "expert_exchange"
 FORCED = Config(force=(RULE,), strict=True, timeout_s=30.0, compile_timeout_s=60.0, max_tokens=256)

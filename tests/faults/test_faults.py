@@ -18,10 +18,11 @@ from tests.faults.faults import FAULTS
 from tests.faults.judge import complaints
 from tests.faults.pool import Pool
 from tests.faults.table import PAGE, rows_start
+from tests.ranks.simulated import TEST_ALL
 
 DEFAULT_SEED = 2000
 FIRST_SEED = int(os.environ.get("FAULT_SEED", str(DEFAULT_SEED)))
-NUM_COMBINATIONS = int(os.environ.get("FAULT_COMBINATIONS", "80" if os.environ.get("WEAVE_TEST_ALL") == "1" else "40"))
+NUM_COMBINATIONS = int(os.environ.get("FAULT_COMBINATIONS", "80" if TEST_ALL else "40"))
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,14 @@ from collections.abc import Callable
 import torch
 
 from tests.graphs import forms
-from tests.ranks.simulated import ALL_ON_REAL_RANKS
+from tests.ranks.simulated import TEST_ALL
 
 Case = tuple[Callable[..., object], torch.dtype]
 
 
 def forms_with(*dtypes: torch.dtype) -> list[Case]:
     """Every form with the next of these; with `make test-all` every form with each."""
-    if ALL_ON_REAL_RANKS:
+    if TEST_ALL:
         return list(itertools.product(forms.FORMS, dtypes))
     return list(zip(forms.FORMS, itertools.cycle(dtypes)))
 

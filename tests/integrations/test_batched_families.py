@@ -17,7 +17,7 @@ from tests.graphs.batching import batching, compiled, prompts, tokens
 from tests.graphs.executing import without_code
 from tests.graphs.generating import build
 from tests.graphs.models import FAMILIES
-from tests.ranks.simulated import ALL_ON_REAL_RANKS
+from tests.ranks.simulated import TEST_ALL
 
 MANY, NEW = 200, 4
 ARCHETYPES = ("llama",)
@@ -43,7 +43,7 @@ def alone(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     return found[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("family", BATCHED if ALL_ON_REAL_RANKS else ARCHETYPES)
+@pytest.mark.parametrize("family", BATCHED if TEST_ALL else ARCHETYPES)
 def test_many_requests_are_those_of_generate(family: str) -> None:
     model = build(family, num_hidden_layers=2 if family.startswith(("gemma", "gpt_oss")) else 1)
     inputs = prompts(MANY, seed=7, longest=40)

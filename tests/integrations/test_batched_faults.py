@@ -19,7 +19,7 @@ from tests.graphs.batching import compiled, prompts
 from tests.graphs.executing import without_code
 from tests.graphs.models import FAMILIES, load, one_layer, save
 from tests.ranks import collect
-from tests.ranks.simulated import ALL_ON_REAL_RANKS
+from tests.ranks.simulated import TEST_ALL
 
 LLAMA = one_layer(next(each for each in FAMILIES if each.name == "llama"))
 WORLD = 2
@@ -72,7 +72,7 @@ def _on_ranks(
 CASES = [(True, signal.SIGKILL), (False, signal.SIGKILL), (True, signal.SIGSTOP), (False, signal.SIGSTOP)]
 
 
-@pytest.mark.parametrize(("within", "which"), CASES if ALL_ON_REAL_RANKS else CASES[:2])
+@pytest.mark.parametrize(("within", "which"), CASES if TEST_ALL else CASES[:2])
 def test_a_lost_rank_is_named(within: bool, which: signal.Signals, tmp_path: Path) -> None:
     save(LLAMA, str(tmp_path))
     before = set(os.listdir("/dev/shm"))

@@ -30,7 +30,7 @@ from tests.graphs.models import FAMILIES as KNOWN
 from tests.graphs.models import Family, load, one_layer, save
 from tests.graphs.nonempty import some
 from tests.ranks import run_ranks
-from tests.ranks.simulated import ALL_ON_REAL_RANKS
+from tests.ranks.simulated import TEST_ALL
 from weaveopt.errors import WeaveError
 from weaveopt.integrations.transformers import continuous_batching as module
 from weaveopt.integrations.transformers import step_inputs
@@ -255,7 +255,7 @@ def _on_ranks(rank: int, family: str, folder: str) -> tuple[bool, int, list[str]
     return equal, len(report.breaks), kinds, rewritten
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"] if ALL_ON_REAL_RANKS else ["qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"] if TEST_ALL else ["qwen3_moe"])
 def test_sites_under_tensor_parallelism_are_rewritten(family: str, tmp_path: Path) -> None:
     known = next(each for each in KNOWN if each.name == family and not each.expert_parallel)
     save(one_layer(known), str(tmp_path))

@@ -24,7 +24,7 @@ import weaveopt
 from tests.graphs.executing import FORCED, Backend, executing, executing_alone
 from tests.graphs.models import FAMILIES, VOCABULARY, Family, config_of, one_layer, save
 from tests.ranks import run_ranks
-from tests.ranks.simulated import ALL_ON_REAL_RANKS, equal_ranks
+from tests.ranks.simulated import TEST_ALL, equal_ranks
 from weaveopt.errors import WeaveError
 from weaveopt.integrations.transformers.cache_argument import cache_argument, with_cache
 from weaveopt.integrations.transformers.key_heads import ATTENTION_STYLE
@@ -44,7 +44,7 @@ TESTED = tuple(
 """Two query heads for each rank; key heads of DeepSeek are its query heads."""
 PARTS = (slice(0, 7), slice(7, 8), slice(8, 9))
 """A prompt, and two steps over its cache, each of which is a graph of its own."""
-ON_RANKS = {each: len(PARTS) for each in CAPTURED} if ALL_ON_REAL_RANKS else {"llama": 1}
+ON_RANKS = {each: len(PARTS) for each in CAPTURED} if TEST_ALL else {"llama": 1}
 """How many graphs of a family are compiled on real ranks."""
 
 
@@ -102,7 +102,7 @@ def _problems(family: Family, path: str) -> list[str]:
         if num_parts := ON_RANKS.get(family.id):
             problems += _captured(model, want[:, : PARTS[num_parts - 1].stop], num_parts, executing)
     if family.id in TRAINED:
-        called = torch.compile(model, backend="aot_eager") if ALL_ON_REAL_RANKS and family.id == "llama" else model
+        called = torch.compile(model, backend="aot_eager") if TEST_ALL and family.id == "llama" else model
         problems += _gradients_differ(_gradients(called), _gradients(whole))
         # What is saved is the checkpoint that was loaded.
         held = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in _weights(model)}

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import weaveopt.ops  # noqa: F401
 from tests.graphs.tolerances import KERNEL, LIBRARY, assert_close
 from tests.ranks import run_ranks
-from tests.ranks.simulated import ALL_ON_REAL_RANKS
+from tests.ranks.simulated import TEST_ALL
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import shm, topology
 from weaveopt.fabrics.shm import ShmArena
@@ -31,7 +31,7 @@ from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
 
 Tensor = torch.Tensor
-WORLDS = (2, 3, 4, 5, 6) if ALL_ON_REAL_RANKS else (2, 3, 4, 6)
+WORLDS = (2, 3, 4, 5, 6) if TEST_ALL else (2, 3, 4, 6)
 TOKENS = (0, 1, 3, 7, 33, 130)
 HIDDENS = (8, 64, 1000, 4096)
 DTYPES = ("bfloat16", "float16", "float32")

@@ -19,7 +19,7 @@ from tests.graphs.nonempty import some
 from tests.graphs.tolerances import KERNEL, assert_close
 from tests.ops.test_expert_exchange import MAX_TOKENS, Form, Inputs, make_call, make_inputs, wanted
 from tests.ranks import run_ranks
-from tests.ranks.simulated import ALL_ON_REAL_RANKS
+from tests.ranks.simulated import TEST_ALL
 from weaveopt.errors import AgreementError, ArenaError, PeerTimeoutError, WeaveError
 from weaveopt.fabrics import peer as peer_arena
 from weaveopt.fabrics import shm, topology
@@ -56,7 +56,7 @@ def run_many_calls(rank: int, world: int, num_calls: int) -> None:
         assert sites[at % 2].largest(told[rank]) == max(told), f"call {at}: {told}"
 
 
-MANY = {1: 20, 2: 20_000, 3: 5000, 4: 2000} if ALL_ON_REAL_RANKS else {1: 20, 2: 5000, 3: 2000, 4: 2000}
+MANY = {1: 20, 2: 20_000, 3: 5000, 4: 2000} if TEST_ALL else {1: 20, 2: 5000, 3: 2000, 4: 2000}
 """Calls by ranks."""
 
 

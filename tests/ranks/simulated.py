@@ -24,8 +24,9 @@ from weaveopt.ops.reduction import reference
 from weaveopt.ops.reduction.call import ReductionCall
 from weaveopt.ops.reduction.operands import EpilogueOperands, QuantResults
 
-ALL_ON_REAL_RANKS = os.environ.get("WEAVE_TEST_ALL") == "1"
-"""True under `make test-all`: what equal ranks show otherwise is shown on real ranks too."""
+TEST_ALL = os.environ.get("WEAVE_TEST_ALL") == "1"
+"""True under `make test-all`: what equal ranks show otherwise is shown on real ranks too, and of forms, sizes and
+random draws all are tested, not a part."""
 BACKEND = "equal_ranks"
 SAME = (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
 """Reductions of equal values that are the value."""

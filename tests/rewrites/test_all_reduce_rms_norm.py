@@ -20,7 +20,7 @@ from tests.graphs.nonempty import some
 from tests.graphs.preview import previewed
 from tests.graphs.tolerances import LIBRARY, assert_close
 from tests.ranks import run_ranks
-from tests.ranks.simulated import ALL_ON_REAL_RANKS, equal_ranks
+from tests.ranks.simulated import TEST_ALL, equal_ranks
 from weaveopt.records.candidate import LEAVE, Candidate, Fabric
 from weaveopt.records.report import GraphReport
 from weaveopt.rewrites import RULES
@@ -253,14 +253,14 @@ def _check_forms(rank: int, dtype: torch.dtype, tokens: tuple[int, int], backend
     return left
 
 
-@pytest.mark.parametrize(("world", "dtype", "tokens"), [*ON_RANKS, *(ON_EQUAL_RANKS if ALL_ON_REAL_RANKS else ())])
+@pytest.mark.parametrize(("world", "dtype", "tokens"), [*ON_RANKS, *(ON_EQUAL_RANKS if TEST_ALL else ())])
 def test_forms_compute_the_same(world: int, dtype: torch.dtype, tokens: tuple[int, int]) -> None:
     """On real ranks, whose rows differ: few rows, which every rank reduces, and many, which the ranks do not divide."""
     for left in run_ranks(_check_forms, world, dtype, tokens, timeout_s=300):
         assert left == []
 
 
-@pytest.mark.parametrize(("world", "dtype", "tokens"), ON_EQUAL_RANKS if ALL_ON_REAL_RANKS else ON_EQUAL_RANKS[:1])
+@pytest.mark.parametrize(("world", "dtype", "tokens"), ON_EQUAL_RANKS if TEST_ALL else ON_EQUAL_RANKS[:1])
 def test_forms_compute_the_same_in_other_sizes(world: int, dtype: torch.dtype, tokens: tuple[int, int]) -> None:
     """Operands that the rewritten graph passes to the operators, which `tests/ops` runs on real ranks."""
     with equal_ranks(world):

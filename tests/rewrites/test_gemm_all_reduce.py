@@ -20,7 +20,7 @@ from tests.graphs.models import FAMILIES, VOCABULARY, load, save
 from tests.graphs.preview import previewed
 from tests.graphs.tolerances import LIBRARY, assert_close
 from tests.ranks import run_ranks
-from tests.ranks.simulated import ALL_ON_REAL_RANKS, equal_ranks
+from tests.ranks.simulated import TEST_ALL, equal_ranks
 from weaveopt.config import Config
 from weaveopt.ops.gemm_comm.all_reduce.call import GemmReductionCall, decode
 from weaveopt.ops.reduction.call import SumOut
@@ -252,14 +252,14 @@ def _check_taken(taken: list[str]) -> None:
     assert missing <= {"residual_in_fp32"} and not set(taken) & NOT_TAKEN.keys()
 
 
-@pytest.mark.parametrize(("world", "dtype", "tokens"), [*ON_RANKS, *(ON_EQUAL_RANKS if ALL_ON_REAL_RANKS else ())])
+@pytest.mark.parametrize(("world", "dtype", "tokens"), [*ON_RANKS, *(ON_EQUAL_RANKS if TEST_ALL else ())])
 def test_forms_compute_the_same(world: int, dtype: torch.dtype, tokens: tuple[int, int]) -> None:
     """On real ranks, whose rows differ: several chunks, the last one shorter, none of which the ranks divide."""
     for taken in run_ranks(_check_forms, world, dtype, tokens, timeout_s=300):
         _check_taken(taken)
 
 
-@pytest.mark.parametrize(("world", "dtype", "tokens"), ON_EQUAL_RANKS if ALL_ON_REAL_RANKS else ON_EQUAL_RANKS[:1])
+@pytest.mark.parametrize(("world", "dtype", "tokens"), ON_EQUAL_RANKS if TEST_ALL else ON_EQUAL_RANKS[:1])
 def test_forms_compute_the_same_in_other_sizes(world: int, dtype: torch.dtype, tokens: tuple[int, int]) -> None:
     """Operands that the rewritten graph passes to the operator, which `tests/ops` runs on real ranks."""
     with equal_ranks(world):

@@ -21,7 +21,7 @@ from tests.graphs.models import FAMILIES, VOCABULARY, Family, load, one_layer, s
 from tests.graphs.nonempty import some
 from tests.graphs.split_graphs import WORLD, Compared, call_of, compared
 from tests.ranks import run_ranks
-from tests.ranks.simulated import ALL_ON_REAL_RANKS, equal_ranks
+from tests.ranks.simulated import TEST_ALL, equal_ranks
 
 ARCHETYPES = ("llama", "gemma2", "gemma3_text", "mixtral", "deepseek_v3", "gpt_oss-ep")
 """Families, by id: dense, attention written out with soft caps, sliding windows, a mixture, keys and values of other
@@ -36,7 +36,7 @@ KINDS = {
     "deepseek_v3": ("grown", "static"), "gpt_oss-ep": ("grown", "static"),
 }  # fmt: skip
 """Caches, masks and logits that are asked for, by family's id, where they make a graph of another structure."""
-if ALL_ON_REAL_RANKS:
+if TEST_ALL:
     KINDS = dict.fromkeys(ARCHETYPES, KINDS["llama"])
 WAITS = {
     ("deepseek_v3", "grown"): "cache_form_not_known",
@@ -82,7 +82,7 @@ def _problems(found: list[Compared], family: Family) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "family", [each for each in FAMILIES if ALL_ON_REAL_RANKS or each.id in IN_PARTS], ids=lambda family: family.id
+    "family", [each for each in FAMILIES if TEST_ALL or each.id in IN_PARTS], ids=lambda family: family.id
 )
 def test_family_in_parts_computes_the_same(family: Family, tmp_path: Path) -> None:
     """Cuts by sequence and by batch, of odd lengths, one family of each kind in three parts too; each part has every

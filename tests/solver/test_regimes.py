@@ -14,7 +14,7 @@ from tests.emulation.machines import Times, made_up
 from tests.graphs import toys
 from tests.graphs.reductions import Reductions, total_of
 from tests.graphs.traces import context_of, framed, traced_chain
-from tests.ranks.simulated import ALL_ON_REAL_RANKS as ALL
+from tests.ranks.simulated import TEST_ALL
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Machine
 from weaveopt.pipeline.costs import Choices
@@ -69,7 +69,7 @@ def wavy(rng: random.Random) -> Machine:
     return made_up(times(), times(), HIDDEN * 2)
 
 
-@pytest.mark.parametrize("seed", range(8 if ALL else 3))
+@pytest.mark.parametrize("seed", range(8 if TEST_ALL else 3))
 def test_boundaries_are_those_of_a_linear_scan(seed: int) -> None:
     machine = wavy(random.Random(seed))
     at = problems(machine)
@@ -202,7 +202,7 @@ def _named(value: object) -> str:
     return str(value) if isinstance(value, int) else "forced" if value else "free"
 
 
-@pytest.mark.parametrize(("seed", "force"), CASES if ALL else QUICK, ids=_named)
+@pytest.mark.parametrize(("seed", "force"), CASES if TEST_ALL else QUICK, ids=_named)
 def test_kinds_priced_once_are_decided_as_every_site_by_itself(seed: int, force: tuple[str, ...]) -> None:
     """Against asking for every candidate of every site at a count, and trying every set of choices."""
     rng = random.Random(seed)

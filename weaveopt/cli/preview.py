@@ -89,7 +89,8 @@ def _kinds(config: PreTrainedConfig) -> tuple[object, ...]:
 
 
 def build(config: PreTrainedConfig, device: torch.device, dtype: str) -> PreTrainedModel:
-    """The causal language model of a configuration, weights not initialized. Raises `CaptureError` if there is none."""
+    """The model of `AutoModelForCausalLM` for a configuration, weights not initialized. Raises `CaptureError` if there
+    is none."""
     import torch
     from transformers.initialization import no_init_weights
 
@@ -126,7 +127,7 @@ def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     try:
         found: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError:
-        raise CaptureError(f"transformers has no causal language model for {config.model_type}") from None
+        raise CaptureError(f"AutoModelForCausalLM of transformers has no model for {config.model_type}") from None
     return found
 
 
