@@ -22,6 +22,7 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -99,6 +100,15 @@ class SkewedRouters:
             weight.sub_(added)
 
 
+def skew_of(model: PreTrainedModel) -> str:
+    """The option `skew` for the rows that `SkewedRouters` brings to the few experts: half of the tokens choose among
+    them first, as often as there are any, and the others as often as any experts."""
+    experts, choices = model.config.num_local_experts, model.config.num_experts_per_tok
+    few = max(1, experts // 8)
+    rows = 0.5 * min(choices, few) / choices + 0.5 * few / experts
+    return f"{rows:.4f}:{few / experts:.4f}"
+
+
 def profiles(base: str, place: Place, folder: Path) -> dict[str, str]:
     """For each form a profile that has what it needs and lacks what the other one needs; the same for all ranks."""
     machine = cost_model.load(base)
@@ -134,7 +144,7 @@ def with_reads(machine: Machine) -> Machine:
     return replace(machine, fabric_costs=costs)
 
 
-def ways(files: Mapping[str, str], tokens: int, most: int, skewed: bool) -> dict[str, Compile]:
+def ways(files: Mapping[str, str], tokens: int, most: int, skew: str) -> dict[str, Compile]:
     from weaveopt.backend import weave
 
     def way(form: str, file: str, rule: str, other: str, cache_bytes: int = 0) -> Compile:
@@ -142,8 +152,8 @@ def ways(files: Mapping[str, str], tokens: int, most: int, skewed: bool) -> dict
             "machine": files[file], "force": (rule,), "disable": (other, "token_split"), "strict": True,
             "batch_tokens": tokens, "max_tokens": most, "expert_cache_bytes": cache_bytes, "timeout_s": 60.0,
         }  # fmt: skip
-        if skewed:
-            options["skew"] = "0.5:0.125"
+        if skew:
+            options["skew"] = skew
         return lambda gm, inputs: weave(gm, inputs, options=options)
 
     return {
@@ -163,7 +173,8 @@ class Batch:
         self.tokens, self.model = tokens, model
         self.workload = Workload(model, asked, place.device, gives_positions=False)
         most = 2 * case.tokens
-        self.variants = Variants(model, ways(files, case.tokens, most, case.routing == "skewed"))
+        skew = skew_of(model) if case.routing == "skewed" else ""
+        self.variants = Variants(model, ways(files, case.tokens, most, skew))
         self.variants.chosen = AHEAD
         for name in COMPILED:
             self.run(name)
@@ -273,17 +284,11 @@ def rows(place: Place, cases: Sequence[Case], asked: Asked) -> Iterator[record.R
         weaveopt.share_experts(model)
         all_to_all, routers = theirs(model), SkewedRouters(model)
         of_model = [case for case in cases if case.model == name]
-        for key in dict.fromkeys((case.tokens, case.counts) for case in of_model):
+        for case in of_model:
             torch._dynamo.reset()
-            batches: list[Batch] = []
-            for case in (case for case in of_model if (case.tokens, case.counts) == key):
-                if not batches:
-                    batches = [Batch(model, tokens, case, files, place) for tokens in counts_of(case, place)]
-                if case.routing == "skewed":
-                    with routers:
-                        yield row_of(case, place, model, batches, all_to_all)
-                else:
-                    yield row_of(case, place, model, batches, all_to_all)
+            batches = [Batch(model, tokens, case, files, place) for tokens in counts_of(case, place)]
+            with routers if case.routing == "skewed" else nullcontext():
+                yield row_of(case, place, model, batches, all_to_all)
             del batches
             gc.collect()
             torch.cuda.empty_cache()

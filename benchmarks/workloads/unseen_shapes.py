@@ -22,9 +22,9 @@ from benchmarks.timing import Effort, Step, capture, enqueued_us, host_us
 from benchmarks.workloads import decoder
 from benchmarks.workloads.decoder import INDUCTOR, WEAVE, Compile, Forward, Shape, Variants, Workload
 from weaveopt.autotune.kernel_calls import CPU_COLD_BYTES, GPU_COLD_BYTES, Operands, launch_of
-from weaveopt.autotune.kernel_timing import TuningCpuClock
+from weaveopt.autotune.kernel_timing import TuningCpuClock, TuningGpuClock
 from weaveopt.cost_model.timed import KernelShape
-from weaveopt.measure.clock import Clock, CudaClock
+from weaveopt.measure.clock import Clock
 from weaveopt.records.report import GraphReport, KernelReport
 from weaveopt.reporting.timeline import total
 
@@ -170,7 +170,7 @@ def _times(place: Place, steps: Mapping[str, Step]) -> dict[str, float]:
 def _gemm_errors(place: Place, report: GraphReport) -> tuple[float, ...]:
     gemms = [kernel for kernel in report.kernels if kernel.kernel.startswith("gemm ")][:MOST_GEMMS]
     is_cpu = place.device.type == "cpu"
-    clock: Clock = TuningCpuClock() if is_cpu else CudaClock()
+    clock: Clock = TuningCpuClock() if is_cpu else TuningGpuClock()
     operands = Operands(place.device, CPU_COLD_BYTES if is_cpu else GPU_COLD_BYTES)
     found = []
     for kernel in gemms:

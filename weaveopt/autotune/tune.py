@@ -20,7 +20,7 @@ from weaveopt.autotune.asked_kernels import AskedKernel, AskedPrices
 from weaveopt.autotune.device_class import device_class
 from weaveopt.autotune.kernel_exchange import KernelExchange, NoAgreementError
 from weaveopt.autotune.kernel_store import KernelStore, LeftKernel, can_read, folder_of
-from weaveopt.autotune.kernel_timing import KernelTimings, time_kernels
+from weaveopt.autotune.kernel_timing import KernelTimings, take_all_s, time_kernels
 from weaveopt.config import LONGEST_S
 from weaveopt.cost_model.gemm import was_measured
 from weaveopt.cost_model.timed import NOTHING_TIMED, KernelShape, KernelTime, TimedKernels
@@ -201,8 +201,10 @@ class _Tuning:
         if self._prices is None:
             return
         began = time.perf_counter()
-        weighed = self._prices.weighed(lacking, self._context.machine.relative_error, _WEIGHING * budget_s)
-        order = sorted(weighed, key=lambda each: each.worth, reverse=True)
+        order = lacking
+        if take_all_s(lacking, self._device.type) > budget_s:  # else their order is of no matter
+            weighed = self._prices.weighed(lacking, self._context.machine.relative_error, _WEIGHING * budget_s)
+            order = sorted(weighed, key=lambda each: each.worth, reverse=True)
         rest_s = budget_s - (time.perf_counter() - began)
         self._timings = time_kernels(order, self._device, rest_s, _weight_bytes(self._captured))
 

@@ -1,0 +1,113 @@
+"""The clock of GPUs for kernels that are timed at compile time, on a clock whose kernels only say how long they take;
+and which kernels are weighed before they are timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.graphs.nonempty import some
+from weaveopt.autotune import kernel_timing, tune
+from weaveopt.autotune.asked_kernels import AskedKernel
+from weaveopt.autotune.kernel_timing import KernelTimings, TuningGpuClock, take_all_s, time_kernels
+from weaveopt.cost_model.timed import KernelShape
+from weaveopt.measure.clock import HOT_US, CudaClock, Launch, Sample
+
+LITTLE_US, COLD_CODE_US = 1.25, 0.5
+
+
+class Simulated(TuningGpuClock):
+    """On no device: a call of a chain says how long it takes, and one more that follows a call of the same kind."""
+
+    def __init__(self) -> None:
+        self.chains: list[tuple[float, float]] = []
+        with mock.patch.object(CudaClock, "__init__", lambda _: None), mock.patch.object(torch, "zeros", mock.Mock()):
+            super().__init__()
+
+    def _between(self, index: int) -> object:
+        self._us += LITTLE_US
+        return None
+
+
+def alone(clock: Simulated, launch: Launch, expected_us: float) -> Sample:
+    """Stands in for `CudaClock.alone`."""
+    clock._us = 0.0
+    launch(0)
+    clock.chains.append((expected_us, clock._warm_ms(expected_us)))
+    return Sample(clock._us, 0.01)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Simulated:
+    monkeypatch.setattr(CudaClock, "alone", alone)
+    return Simulated()
+
+
+def kernel_of(clock: Simulated, us: float) -> Launch:
+    def launch(index: int) -> object:
+        clock._us += us
+        return None
+
+    return launch
+
+
+def test_a_short_kernel_takes_turns_with_one_of_another_kind(clock: Simulated) -> None:
+    took: dict[float, list[float]] = {}
+    for us in some((6.0, 29.0, 31.0, 400.0)):
+        clock.chains.clear()
+        took[us] = [clock.alone(kernel_of(clock, us), us).us, *(expected for expected, _ in clock.chains)]
+    assert {us: found[0] for us, found in took.items()} == pytest.approx({us: us for us in took})
+    alternating = [us for us, found in took.items() if found[1] > us]
+    assert alternating == [us for us in took if us <= HOT_US]
+
+
+def test_a_device_is_hot_before_a_long_kernel_counts(clock: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    clock.chains.clear()
+    for wait_s in (0.0, 0.01, 1.0):
+        now[0] += wait_s
+        clock.alone(kernel_of(clock, 100.0), 100.0)
+    clock.alone(kernel_of(clock, 5.0), 5.0)
+    assert [warm_ms for _, warm_ms in clock.chains] == [100.0, 30.0, 100.0, 1.0]
+
+
+def kernels_of(*times_us: float) -> list[AskedKernel]:
+    return [AskedKernel(KernelShape("gemm", "float32", 1 + at, (8, 8)), us) for at, us in enumerate(times_us)]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_all_kernels_take_as_long_as_each(device: str, clock: Simulated) -> None:
+    """The sum is that of `time_kernels`, which leaves a kernel that would exceed the budget."""
+    each_s = [take_all_s(kernels_of(us), device) for us in some((3.0, 20.0, 100.0, 5000.0))]
+    together_s = take_all_s(kernels_of(3.0, 20.0, 100.0, 5000.0), device)
+    assert 0.0 < max(each_s) < together_s <= sum(each_s) + 1e-9
+    if device == "cpu":
+        assert time_kernels(kernels_of(5000.0), torch.device("cpu"), each_s[-1] * 0.99, 1 << 20).left
+    else:
+        assert kernel_timing._takes_s(kernels_of(5000.0)[0], clock) == pytest.approx(each_s[-1])
+
+
+@pytest.mark.parametrize("budget_s, is_weighed", [(100.0, False), (0.001, True)])
+def test_kernels_are_weighed_where_the_budget_cannot_hold_them(
+    budget_s: float, is_weighed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels, ordered = kernels_of(3.0, 20.0, 100.0), list[Sequence[AskedKernel]]()
+
+    def timed(order: Sequence[AskedKernel], *_: object) -> KernelTimings:
+        ordered.append(order)
+        return KernelTimings(())
+
+    monkeypatch.setattr(tune, "time_kernels", timed)
+    monkeypatch.setattr(tune, "_weight_bytes", lambda _: 1)
+    weighed = [AskedKernel(each.shape, each.us, each.us) for each in kernels]
+    tuning = mock.Mock(_device=torch.device("cpu"))
+    tuning._prices.weighed.return_value = tuple(weighed)
+    tune._Tuning._time(tuning, kernels, budget_s)
+    [order] = ordered
+    assert tuning._prices.weighed.called == is_weighed
+    assert list(order) == (weighed[::-1] if is_weighed else kernels)
