@@ -14,7 +14,13 @@ from benchmarks.record import RESULTS
 from benchmarks.workloads.experts import MODELS
 from tests.graphs.nonempty import some
 from weaveopt import cost_model
-from weaveopt.cost_model.exchange import ShardedMixture, gpu_parts
+from weaveopt.cost_model.exchange import (
+    ShardedMixture,
+    experts_us,
+    gpu_parts,
+    library_exchange_us,
+    library_kernels_us,
+)
 from weaveopt.cost_model.mixture import Mixture, fastest_kernels
 from weaveopt.records.candidate import Fabric
 from weaveopt.rewrites.moe_fused.candidates import CURVES, KERNELS
@@ -70,20 +76,21 @@ def test_no_choice_is_slower_than_compiled_transformers(machine: str) -> None:
 
 def sharded_times(row: dict[str, Any]) -> dict[str, float]:
     """Predicted time of a measured block by the experts' kernels, routing taken to be uniform."""
-    from benchmarks.suites.moe_sharded import MODELS as SHARDED
-
-    case, world = row["case"], row["case"]["ranks"]
-    model = SHARDED[case["model"]]
-    of_rank = Mixture(
-        case["tokens"], model.choices, model.experts // world, model.hidden, model.inner, True, "bfloat16"
-    )
     times = {}
+    sharded = ShardedMixture(of_rank(row), row["case"]["ranks"])
     for name, shown in {"": "triton", "hopper": "hopper"}.items():
-        sharded = ShardedMixture(of_rank, world)
         parts = gpu_parts(cost_model.load("h100x2"), Fabric.PEER, sharded, name, transposed=False)
         if parts is not None:
             times[shown] = parts.experts + parts.dispatch + parts.returned + parts.combine
     return times
+
+
+def of_rank(row: dict[str, Any]) -> Mixture:
+    from benchmarks.suites.moe_sharded import MODELS as SHARDED
+
+    case, model = row["case"], SHARDED[row["case"]["model"]]
+    experts = model.experts // case["ranks"]
+    return Mixture(case["tokens"], model.choices, experts, model.hidden, model.inner, True, "bfloat16")
 
 
 def sharded_rows() -> list[dict[str, Any]]:
@@ -113,3 +120,28 @@ def test_no_choice_for_sharded_tokens_is_slower_than_the_library() -> None:
     assert len(found) >= 60
     slowest = min(found.items(), key=lambda item: item[1])
     assert slowest[1] > 1.0, slowest
+
+
+def test_blocks_of_the_library_take_as_long_as_predicted() -> None:
+    """Exchanges by the library, experts by the library's grouped GEMMs, and all that moves rows around them. Blocks of
+    fewer tokens take as long as their weights and launches, within a third."""
+    machine, errors, small = cost_model.load("h100x2"), [], []
+    for row in some([row for row in sharded_rows() if row["case"]["routing"] == "uniform"]):
+        sharded = ShardedMixture(of_rank(row), row["case"]["ranks"])
+        us = experts_us(machine, sharded) + library_kernels_us(machine, sharded) + library_exchange_us(machine, sharded)
+        error = us / row["baselines"]["all_to_all"] - 1.0
+        (errors if row["case"]["tokens"] >= 512 else small).append(error)
+    assert len(errors) >= 15 and max(map(abs, errors)) < 0.15 and fmean(map(abs, errors)) < 0.06, errors
+    assert len(small) >= 15 and max(map(abs, small)) < 0.33, small
+
+
+def test_sharded_tokens_are_chosen_where_they_were_faster() -> None:
+    """The price of what is left alone once was half of what was measured, and large blocks were left."""
+    machine, found = cost_model.load("h100x2"), 0
+    for row in some([row for row in sharded_rows() if row["case"]["routing"] == "uniform"]):
+        sharded = ShardedMixture(of_rank(row), row["case"]["ranks"])
+        us = experts_us(machine, sharded) + library_kernels_us(machine, sharded) + library_exchange_us(machine, sharded)
+        if row["baselines"]["all_to_all"] > row["weave_us"] * 1.05:
+            found += 1
+            assert us > min(sharded_times(row).values()), row["case"]
+    assert found >= 30

@@ -14,7 +14,7 @@ import pytest
 from tests.graphs.uncertain import estimate_of
 from weaveopt.errors import OptionError
 from weaveopt.records.candidate import Candidate, Fabric, Rejection
-from weaveopt.records.report import Decision, GraphBreak, GraphReport, MachineSummary, Report
+from weaveopt.records.report import Decision, GraphBreak, GraphReport, MachineSummary, Report, Variant
 from weaveopt.reporting import compare, document, levers, reasons, screen, terminal
 from weaveopt.reporting import text as render
 from weaveopt.reporting.headline import headline, headline_line, machine_line
@@ -50,6 +50,24 @@ def test_a_printed_report_is_short_and_has_all_behind_methods(whole: Report) -> 
     assert ".full() and .why(SITE)" in str(report)
     with pytest.raises(OptionError, match="no such site"):
         report.why("nothing")
+
+
+@pytest.mark.parametrize("slower, shown", [((1.0, 1.002), False), ((1.2, 1.0), True), ((1.25, 1.1), True)])
+def test_times_at_the_power_limit_are_of_the_whole_model(
+    whole: Report, slower: tuple[float, float], shown: bool
+) -> None:
+    """As the first figures of the line: power is known of the captured layers, which stand for more."""
+    before, after = (total(whole.graphs[0], fused=fused).us for fused in (False, True))
+    captured = Variant(
+        "captured", baseline_us=before / 50, predicted_us=after / 50,
+        baseline_steady_us=before / 50 * slower[0], steady_us=after / 50 * slower[1],
+    )  # fmt: skip
+    graph = replace(whole.graphs[0], variants=(captured,), variant="captured")
+    line = headline_line(graph, whole.machine)
+    times = f"{before:,.1f} -> {after:,.1f} us"
+    steady = f"run after run, at the power limit: {before * slower[0]:,.1f} -> {after * slower[1]:,.1f} us"
+    assert times in line and (steady in line) == shown
+    assert ("power limit" in line) == shown
 
 
 def test_kernels_that_never_ran_are_beside_the_headline_and_not_in_it(whole: Report, tmp_path: Path) -> None:
