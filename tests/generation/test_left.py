@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, FalconConfig, GPTNeoConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 import weaveopt
-from tests.graphs.generating import Heard, build, ours, ragged, theirs
+from tests.graphs.generating import Heard, assert_same, build, ours, ragged, theirs
+from weaveopt.integrations.transformers.cache_argument import with_cache
 from weaveopt.records.generation import GenerationReport, LeftCall
 from weaveopt.records.report import Report
 from weaveopt.reporting.document import to_json
@@ -70,6 +73,68 @@ def test_an_assistant_model_is_found(llama: PreTrainedModel) -> None:
     found = ours(model, inputs, assistant_model=llama, output_scores=False, output_logits=False)
     assert torch.equal(found.sequences, theirs(model, inputs).sequences)  # type: ignore[attr-defined]
     assert "_assisted_decoding" in [left.loop for left in weaveopt.report(model).generation.left]
+
+
+def test_what_transformers_checks_is_checked(llama: PreTrainedModel) -> None:
+    """A function in `custom_generate` gets none of the arguments that these errors are about."""
+    smaller = build("llama", vocab_size=100)
+    for settings, words in (
+        ({"num_beams": 2, "streamer": Heard()}, "cannot be used with beam search"),
+        ({"assistant_model": smaller, "output_scores": False, "output_logits": False}, "different tokenizers"),
+        ({"assistant_model": build("llama"), "do_sample": True, "num_return_sequences": 2}, "has to be 1"),
+    ):
+        for call in (theirs, ours):
+            with pytest.raises(ValueError, match=words):
+                call(llama, ragged(1), **settings)
+
+
+def test_tokenizers_and_the_input_of_an_encoder_are_found(llama: PreTrainedModel) -> None:
+    tokenizer, seen = object(), []
+
+    def assisted(
+        self: PreTrainedModel, input_ids: Tensor, inputs_tensor: Tensor, tokenizer: object,
+        assistant_tokenizer: object, **_: object,
+    ) -> Tensor:  # fmt: skip
+        seen.append((inputs_tensor, tokenizer, assistant_tokenizer))
+        return input_ids
+
+    inputs = ragged(1)
+    with mock.patch.object(type(llama), "_assisted_decoding", assisted):
+        settings = {"tokenizer": tokenizer, "assistant_tokenizer": tokenizer}
+        ours(llama, inputs, assistant_model=build("llama", vocab_size=100), **settings)
+    ((tensor, *tokenizers),) = seen
+    assert tokenizers == [tokenizer, tokenizer] and torch.equal(tensor, inputs["input_ids"])
+
+
+def test_caches_that_are_too_short_or_of_another_batch_are_transformers_to_refuse(llama: PreTrainedModel) -> None:
+    def filled(cache: Cache) -> Cache:
+        with torch.no_grad():
+            llama(input_ids=torch.ones(1, 4, dtype=torch.int64), **with_cache(cache))
+        return cache
+
+    whole = {"input_ids": torch.ones(3, 6, dtype=torch.int64)}
+    for inputs, make, wanted in (
+        (ragged(), lambda: StaticCache(config=llama.config, max_cache_len=24), "out of bounds"),
+        (whole, lambda: filled(StaticCache(config=llama.config, max_cache_len=40)), "same slice shapes"),
+        (whole, lambda: filled(DynamicCache(config=llama.config)), "Sizes of tensors must match"),
+    ):
+        for call in (theirs, ours):
+            with pytest.raises((IndexError, RuntimeError), match=wanted):
+                call(llama, inputs, past_key_values=make())
+    exact = [StaticCache(config=llama.config, max_cache_len=20 + 16 - 1) for _ in range(2)]
+    assert_same(ours(llama, ragged(), past_key_values=exact[0]), theirs(llama, ragged(), past_key_values=exact[1]))
+    assert [left.reasons[0].code for left in weaveopt.report(llama).generation.left] == ["cache"] * 2
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_mask_that_is_longer_than_the_prompt(llama: PreTrainedModel, padded: bool) -> None:
+    """A mask of ones is dropped by transformers, which keeps its length."""
+    inputs = ragged(2)
+    mask = inputs["attention_mask"] if padded else torch.ones_like(inputs["attention_mask"])
+    inputs["attention_mask"] = torch.cat([mask, torch.ones(2, 3, dtype=mask.dtype)], dim=1)
+    assert torch.equal(ours(llama, inputs).sequences, theirs(llama, inputs).sequences)  # type: ignore[attr-defined]
+    (left,) = weaveopt.report(llama).generation.left
+    assert "23 positions, for 20 tokens" in left.reasons[0].message
 
 
 @pytest.mark.parametrize("name", ["t5"])

@@ -14,12 +14,13 @@ from transformers.cache_utils import (
 
 from weaveopt.generation.layers import FullLayer
 from weaveopt.records.candidate import Rejection
+from weaveopt.wording import counted
 
 TAKEN = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
 
-def may_be_filled(target: Cache, cache: StaticCache) -> Rejection | None:
-    """Reason why `target` could not take what `cache` will hold; None if it can."""
+def may_be_filled(target: Cache, cache: StaticCache, batch: int, length: int) -> Rejection | None:
+    """Reason why `target` could not take `length` positions of `batch` sequences from `cache`; None if it can."""
     kinds = {type(layer).__name__ for layer in target.layers if type(layer) not in TAKEN}
     if kinds:
         names = ", ".join(sorted(kinds))
@@ -28,6 +29,13 @@ def may_be_filled(target: Cache, cache: StaticCache) -> Rejection | None:
         sliding = index < len(target.layers) and target.layers[index].is_sliding
         if layer.is_sliding and not sliding:
             return Rejection("cache", "the user's cache keeps positions outside a sliding window; make it with config=")
+    for layer in target.layers:
+        kept = layer.keys.shape[0] if layer.is_initialized and layer.keys.dim() == 4 else batch
+        if kept != batch:
+            return Rejection("cache", f"the user's cache is of {counted(kept, 'sequence')}, the call of {batch}")
+        if isinstance(layer, StaticLayer) and not layer.is_sliding and layer.max_cache_len < length:
+            message = f"the user's cache has {layer.max_cache_len} positions, and the call may need {length}"
+            return Rejection("cache", message)
     return None
 
 

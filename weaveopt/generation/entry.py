@@ -53,6 +53,7 @@ def generate(
     hidden = withheld()
     streamer = streamer if streamer is not None else hidden.streamer
     synced = synced_gpus or needs_synced_gpus(model, hidden.synced_gpus)
+    hidden = replace(hidden, streamer=streamer, synced_gpus=synced)
     mode = generation_config.get_generation_mode(hidden.assistant_model)
     no: tuple[Rejection, ...] = ()
     if mode.value not in ("greedy_search", "sample"):
@@ -76,8 +77,7 @@ def generate(
         no += (found,)
     registry.note_left(model, GENERATION_MODES_MAPPING[mode], no)
     return in_transformers(
-        model, mode, input_ids, logits_processor, stopping_criteria, generation_config, synced, streamer,
-        hidden.assistant_model, model_kwargs,
+        model, mode, input_ids, logits_processor, stopping_criteria, generation_config, hidden, model_kwargs
     )  # fmt: skip
 
 
@@ -94,8 +94,11 @@ def _refused(session: DecodeSession | Rejection, request: GenerationRequest) -> 
     """Reason why a session cannot serve the request; if it can, the session is locked."""
     if isinstance(session, Rejection):
         return session
-    if request.cache_is_wanted and (reason := cache_copy.may_be_filled(request.cache, session.cache)) is not None:
-        return reason
+    if request.cache_is_wanted:
+        length = request.prompt + request.max_new - 1
+        reason = cache_copy.may_be_filled(request.cache, session.cache, request.batch, length)
+        if reason is not None:
+            return reason
     if not session.lock.acquire(blocking=False):
         return Rejection("busy", "another thread generates with the same model and shapes")
     return None

@@ -1,14 +1,15 @@
 """Decoding in transformers' own loop, for calls that the captured step does not support.
 
-transformers (5.17 to 5.23 at least) passes a function in `custom_generate` no streamer, no `synced_gpus` and no
-assistant model, though `_sample`, in whose place it is called, gets them. They are in the frame that calls us.
+transformers (5.17 to 5.24 at least) passes a function in `custom_generate` no streamer, no `synced_gpus`, no assistant
+model, no tokenizers and no encoder inputs, though the method in whose place it is called gets them, and checks nothing
+that follows from them. They are in the frames that call us.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch.distributed as dist
 from torch import Tensor
@@ -29,6 +30,13 @@ class Withheld:
     streamer: BaseStreamer | None = None
     synced_gpus: bool | None = None
     assistant_model: object | None = None
+    inputs_tensor: Tensor | None = None
+    tokenizer: object | None = None
+    assistant_tokenizer: object | None = None
+
+    def given(self) -> dict[str, object]:
+        """Arguments of a mode, as `generate` collects them: those that there are."""
+        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) is not None}
 
 
 def withheld() -> Withheld:
@@ -38,8 +46,12 @@ def withheld() -> Withheld:
     while frame.f_back is not None:
         frame = frame.f_back
         if frame.f_code is code:
-            names = frame.f_locals
-            return Withheld(names.get("streamer"), names.get("synced_gpus"), names.get("assistant_model"))
+            found = {each.name: frame.f_locals.get(each.name) for each in fields(Withheld)}
+            # `generate` takes the tokenizers out of its own keywords; those of the decorator around it still have them.
+            outer = frame.f_back.f_locals.get("kwargs") if frame.f_back is not None else None
+            for name in ("tokenizer", "assistant_tokenizer"):
+                found[name] = outer.get(name) if isinstance(outer, dict) else None
+            return Withheld(**found)
     return Withheld()
 
 
@@ -58,12 +70,11 @@ def in_transformers(
     processors: LogitsProcessorList,
     criteria: StoppingCriteriaList,
     config: GenerationConfig,
-    synced_gpus: bool,
-    streamer: BaseStreamer | None,
-    assistant: object | None,
+    hidden: Withheld,
     inputs: dict[str, object],
 ) -> GenerateNonBeamOutput | Tensor:
-    """The method that `generate` would have called, with the arguments that it would have had."""
+    """The method that `generate` would have called, with the arguments that it would have had, once its own check of
+    them has passed."""
     name = GENERATION_MODES_MAPPING[mode]
     method = getattr(model, name, None)
     if method is None:
@@ -71,14 +82,14 @@ def in_transformers(
             f"generate(custom_generate=weaveopt.generate) was asked for mode {mode.value}, which transformers has in "
             f"{name}: call generate without weaveopt.generate"
         )
-    extra = {"assistant_model": assistant} if assistant is not None else {}
+    given = hidden.given()
+    model._validate_generation_mode(mode, config, {key: each for key, each in given.items() if key != "inputs_tensor"})
     known = inspect.signature(method).parameters
     return method(
         input_ids,
         logits_processor=processors,
         stopping_criteria=criteria,
         generation_config=config,
-        **{key: value for key, value in {"synced_gpus": synced_gpus, "streamer": streamer}.items() if key in known},
-        **extra,
+        **{key: value for key, value in given.items() if key in known},
         **inputs,
     )

@@ -65,6 +65,7 @@ def read(
     """The request, or every reason against it."""
     cache = inputs.get(cache_argument())
     no = [*_model_reasons(model), *_input_reasons(model, input_ids, config, inputs), *_cache_reasons(cache)]
+    no += _mask_reasons(input_ids, inputs.get("attention_mask"), config, cache)
     no += _criteria_reasons(criteria)
     tensor_processors = as_tensors(processors, input_ids.shape[0])
     no += [found for found in tensor_processors if isinstance(found, Rejection)]
@@ -186,6 +187,18 @@ def _input_reasons(
     if getattr(config, "is_assistant", False):
         no.append(Rejection("assistant", "the model drafts for another one"))
     return no
+
+
+def _mask_reasons(input_ids: Tensor, mask: object, config: GenerationConfig, cache: object) -> list[Rejection]:
+    """transformers takes a mask of another length too, which it cuts."""
+    if input_ids.dim() != 2 or not isinstance(cache, Cache) or (isinstance(mask, Tensor) and mask.dim() != 2):
+        return []
+    tokens, past = input_ids.shape[1], int(cache.get_seq_length())
+    length = _prompt_length(input_ids, mask, config, past)
+    if length in (tokens, tokens + past):
+        return []
+    message = f"the attention mask has {length} positions, for {counted(tokens, 'token')} after {past} in the cache"
+    return [Rejection("model_input", message, (("input", "attention_mask"),))]
 
 
 def _cache_reasons(cache: object) -> list[Rejection]:
