@@ -68,3 +68,16 @@ def closest(word: str, known: tuple[str, ...]) -> str:
 
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+
+
+def calls_differ(where: str, own: str, peer: int, other: str, expected: str) -> AgreementError:
+    """The error of two ranks that are in different calls; `own` and `other` name the calls.
+
+    Sites of two models, or of two graphs of one model, may have the same name.
+    """
+    if own == other:
+        other = "a site of the same name and size, of another graph or in another form"
+    return AgreementError(
+        f"{where}: runs {own}, but rank {peer} runs {other} ({expected}): ranks of a group must make the same calls in "
+        "the same order"
+    )

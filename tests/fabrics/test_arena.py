@@ -217,7 +217,7 @@ def test_a_stalled_rank_is_given_up_after_the_timeout() -> None:
     assert "rank 0 gave up waiting itself" in stalled.message or "rank 0 exited" in stalled.message
 
 
-def run_different_calls(rank: int, world: int) -> tuple[str, str]:
+def run_different_calls(rank: int, world: int) -> tuple[str, str, str]:
     reserve()
     for step in range(3):
         check(make_call("both", "0", world), tuple(range(world)), rank, step)
@@ -228,14 +228,21 @@ def run_different_calls(rank: int, world: int) -> tuple[str, str]:
     reserve(tokens=2 * MAX_TOKENS)
     with pytest.raises(AgreementError) as tokens:
         run_op(make_call("both", "0", world), partial_of(rank, tokens=4 + rank))
-    return str(caught.value), str(tokens.value)
+    reserve(tokens=3 * MAX_TOKENS)
+    one = [make_call("one", "0", world, one_shot) for one_shot in (True, False)]
+    for call in one:
+        check(call, tuple(range(world)), rank)
+    with pytest.raises(AgreementError) as twins:
+        run_op(one[rank], partial_of(rank))
+    return str(caught.value), str(tokens.value), str(twins.value)
 
 
 def test_ranks_at_different_sites_or_token_counts_are_told() -> None:
-    (site, tokens), (_, other) = run_ranks(run_different_calls, 2, 2)
+    (site, tokens, twins), (_, other, _) = run_ranks(run_different_calls, 2, 2)
     assert "runs site first with 5 tokens, but rank 1 runs site unknown here" in site
     assert "runs site both with 4 tokens, but rank 1 runs site both with 5 tokens" in tokens
     assert "runs site both with 5 tokens, but rank 0 runs site both with 4 tokens" in other
+    assert "runs site one with 5 tokens, but rank 1 runs a site of the same name and size" in twins
 
 
 def run_missing(rank: int, world: int) -> str:

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from unittest import mock
 
 import pytest
 
@@ -113,6 +114,16 @@ def test_ranks_that_differ_are_named_with_what_they_run(arena: MadeUpArena) -> N
     assert isinstance(error, AgreementError)
     assert "runs site layers.3 with 5 tokens, but rank 7 runs site unknown here (tag 000777) with 9 tokens" in str(
         error
+    )
+
+
+def test_sites_of_one_name_are_distinguished(arena: MadeUpArena) -> None:
+    """Two models of one class have sites of the same names."""
+    said = SaidByKernels(CODES.SITE_MISMATCH, peer=2, slot="tag", peer_tag=word(8, 5, OTHER_TAG))
+    with mock.patch.dict(watchdog._sites, {OTHER_TAG: NamedSite("all_reduce_norm", "layers.3", 120.0)}):
+        text = str(watchdog.describe(arena, said))
+    assert (
+        "runs site layers.3 with 5 tokens, but rank 7 runs a site of the same name and size, of another graph" in text
     )
 
 

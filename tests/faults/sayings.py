@@ -47,7 +47,7 @@ class Saying(Enum):
         r"AgreementError: weave::\w+ at site \S+: the residual on rank \d+ is not the one on rank \d+\. .+"
     )
     MEETINGS_DIFFER = rf"AgreementError: {_GROUP}rank \d+ is at '.+' while rank \d+ is at '.+': ranks of a .+"
-    CALLS_DIFFER = rf"AgreementError: {_OP}runs site .+, but rank \d+ runs site .+{_SLOT}: .+"
+    CALLS_DIFFER = rf"AgreementError: {_OP}runs site .+, but rank \d+ runs (?:a )?site .+{_SLOT}: .+"
     NO_ARENA = r"ArenaError: no arena was reserved for group '\S+': reserve\(\) comes before the first call"
     NO_GROUP = r"ValueError: Unsupported group type: <class 'NoneType'>, None"
     """Torch's own, at a collective without a group."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
-from weaveopt.errors import AgreementError, PeerTimeoutError, WeaveError
+from weaveopt.errors import PeerTimeoutError, WeaveError, calls_differ
 from weaveopt.fabrics.topology import Group, last_words
 from weaveopt.wording import counted
 
@@ -62,10 +62,7 @@ def failure(caller: Caller, code: int, status: _native.Status) -> WeaveError:
     peer = caller.group.ranks[status.peer]
     expected = f"slot {status.slot}, expected epoch {status.expected}, seen {status.seen}"
     if status.code == codes.SITE_MISMATCH:
-        error: WeaveError = AgreementError(
-            f"{where}: runs {_describe(status.own_tag)}, but rank {peer} runs {_describe(status.peer_tag)} "
-            f"({expected}): ranks of a group must make the same calls in the same order"
-        )
+        error: WeaveError = calls_differ(where, _describe(status.own_tag), peer, _describe(status.peer_tag), expected)
     elif status.code in _OWN:
         error = WeaveError(f"{where}: {_OWN[status.code]} ({expected})")
     else:

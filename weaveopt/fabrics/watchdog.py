@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
-from weaveopt.errors import AgreementError, PeerTimeoutError, WeaveError
+from weaveopt.errors import PeerTimeoutError, WeaveError, calls_differ
 from weaveopt.fabrics.topology import Group, last_words
 from weaveopt.wording import counted
 
@@ -172,10 +172,7 @@ def describe(arena: Watched, status: _native.Status) -> WeaveError:
     where = f"{where}, rank {group.ranks[group.rank]}"
     expected = f"slot {status.slot}, expected {status.expected:#x}, seen {status.seen:#x}"
     if status.code == codes.SITE_MISMATCH:
-        return AgreementError(
-            f"{where}: runs {_runs(status.own_tag)}, but rank {peer} runs {_runs(status.peer_tag)} ({expected}): "
-            "ranks of a group must make the same calls in the same order"
-        )
+        return calls_differ(where, _runs(status.own_tag), peer, _runs(status.peer_tag), expected)
     if status.code in (codes.PEER_EXITED, codes.PEER_FAILED):
         ended = [group.ranks[rank] for rank, process in enumerate(arena.peers) if process.has_ended()]
         if ended and peer not in ended:
