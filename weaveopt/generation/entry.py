@@ -63,7 +63,10 @@ def generate(
     request = read(model, input_ids, list(logits_processor), stopping_criteria, generation_config, model_kwargs)
     if not isinstance(request, GenerationRequest):
         no += request
-    elif not no:
+    if not synced and ranks.one_leaves(model, bool(no)) and not no:
+        no = (Rejection("ranks_differ", "another rank of the model's group leaves its call to transformers"),)
+    if not no:
+        assert isinstance(request, GenerationRequest)
         with _surroundings(model), model._optimize_model_for_decode():
             session = session_for(model, request, backend_for(model, generation_config))
         found = _refused(session, request)

@@ -36,6 +36,19 @@ def agree_on_randomness(model: PreTrainedModel) -> None:
             torch.set_rng_state(shared)
 
 
+def one_leaves(model: PreTrainedModel, leaves: bool) -> bool:
+    """True if a rank of a tensor- or expert-parallel model leaves its call to transformers' loop; `leaves`: this one.
+
+    One all-reduce a call. The two loops run the model in different sequences, so all ranks have to take the same one.
+    """
+    group = _group(model)
+    if group is None or group.size() == 1:
+        return leaves
+    flag = torch.tensor([int(leaves)], device=model.device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+    return bool(flag.item())
+
+
 def group_name(model: PreTrainedModel) -> str:
     """Name of the process group that shards this model; empty if the model is whole on this rank."""
     group = _group(model)
