@@ -92,9 +92,8 @@ class _Channel:
 def _reason(closed: Closed, timeout_s: float) -> str:
     if closed.why is Why.DECLINED:
         return closed.reason
-    what = (
-        f"did not come within {timeout_s:g} s" if closed.why is Why.LATE else "went on without compiling such a graph"
-    )
+    late = f"did not come within {timeout_s:g} s"
+    what = {Why.LATE: late, Why.ENDED: "ended"}.get(closed.why, "went on without compiling such a graph")
     return f"{listed('rank', closed.peers)} {what}"
 
 

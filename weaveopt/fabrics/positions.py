@@ -105,6 +105,17 @@ def ask(address: Address) -> Position | None:
         return None
 
 
+def has_ended(address: Address) -> bool:
+    """True if no process listens at `address` any more; that of a rank on a host that reaches this one, as it did."""
+    try:
+        socket.create_connection((address.host, address.port), timeout=_ANSWER_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def _begin_anew() -> None:
     """Reset this module in a forked process: groups and threads are its parent's, and one may have held the lock."""
     global _lock

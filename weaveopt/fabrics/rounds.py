@@ -2,9 +2,9 @@
 
 A rank publishes one document for every graph that communicates in the group, and continues; only a rank that needs the
 others' documents waits for them. A wait ends when all documents are there, or when a peer turns out to be past this
-point: it has begun a rewritten call, or issued a collective, that the waiting rank has not. Such a peer never comes.
-Then the round is closed, with the same result for all ranks: whichever of "complete" and "closed" is stored first
-counts.
+point: it has begun a rewritten call, or issued a collective, that the waiting rank has not. Such a peer never comes,
+and neither does one whose process has ended. Then the round is closed, with the same result for all ranks: whichever of
+"complete" and "closed" is stored first counts.
 
 Rounds of different subjects are numbered apart: a rank that skips one subject does not answer for another.
 """
@@ -43,6 +43,8 @@ class Why(StrEnum):
     """A peer issued collectives beyond this point, none of them in a rewritten graph: the graph is left."""
     RUNS = "runs"
     """A peer is inside a call of a rewritten graph that the closing rank has not made: nothing right can follow."""
+    ENDED = "ended"
+    """A peer that took part in an earlier round has ended."""
     LATE = "late"
     """A peer did not come in time."""
     DECLINED = "declined"
@@ -80,6 +82,8 @@ class Rounds:
         self._address: Address | None = None
         self._peers: dict[int, Address] = {}
         """Addresses of the other ranks that were read, by index: the store may be gone with a rank."""
+        self._reached: set[int] = set()
+        """Ranks that answered, by index: at their addresses nothing but their end refuses a connection."""
 
     @property
     def where(self) -> str:
@@ -268,11 +272,21 @@ class Rounds:
         for index in missing:
             if index in self._peers and (found := positions.ask(self._peers[index])) is not None:
                 answers[index] = found
+                self._reached.add(index)
+        ended = [index for index in missing if index in self._peers and index not in answers and self._has_ended(index)]
+        if ended:
+            return Why.ENDED, ended
         running = [index for index, theirs in answers.items() if theirs.calls > own.calls]
         if running:
             return Why.RUNS, running
         past = [index for index, theirs in answers.items() if theirs.collectives > own.collectives >= 0]
         return (Why.PAST if past else None), past
+
+    def _has_ended(self, index: int) -> bool:
+        """True if the rank's process has ended, as far as is known: between hosts a firewall may refuse
+        connections, so only where the rank was reached before."""
+        address = self._peers[index]
+        return (index in self._reached or address.host == self._host) and positions.has_ended(address)
 
 
 def digest(texts: Sequence[str]) -> str:

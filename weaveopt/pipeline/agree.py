@@ -250,6 +250,8 @@ def _closed(group: str, closed: Closed, compile_: Compile, context: Context) -> 
         raise AgreementError(
             f"group {group!r}: {peers} of {ranks} did not come within {context.config.compile_timeout_s:g} s for {WHAT}"
         )
+    if closed.why is Why.ENDED:
+        raise AgreementError(f"group {group!r}: {peers} of {ranks} ended before {WHAT}")
     guard = f" Dynamo compiled it again after a guard failed: {closed.reason}." if closed.reason else ""
     text = (
         f"group {group!r}: rank {closed.rank} compiled a graph alone whose plan was never agreed on: {peers} of "
