@@ -29,7 +29,9 @@ class Saying(Enum):
     """It compiled a graph alone, and reported that."""
     LATE = rf"PeerTimeoutError: {_OP}peer rank {{victim}} did not signal within [\d.]+ s{_SLOT}"
     OTHER_LATE = rf"PeerTimeoutError: {_OP}peer rank \d+ did not signal within [\d.]+ s{_SLOT}"
-    ABSENT = rf"AgreementError: {_GROUP}rank {{victim}} of \([\d, ]+\) did not come within [\d.]+ s for .+"
+    ABSENT = (
+        rf"AgreementError: {_GROUP}rank {{victim}} of \([\d, ]+\) (did not come within [\d.]+ s for|ended before) .+"
+    )
     OTHERS_ABSENT = rf"AgreementError: {_GROUP}ranks? [\d, ]+ of \([\d, ]+\) did not come within [\d.]+ s for .+"
     STORE_LOST = rf"AgreementError: {_GROUP}the store failed while ranks synchronized for .+"
     STORE_SILENT = rf"AgreementError: {_GROUP}the store did not answer within [\d.]+ s for .+"
