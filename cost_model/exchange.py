@@ -115,10 +115,10 @@ def pushed_parts(
     last = of_last_rank(machine, sharded)
     moved = last.rows_sent + last.rows_returned
     return PushedParts(
-        experts=experts_us(machine, sharded),
+        experts=experts_us(machine, sharded, batches),
         weights=(batches - 1) * memory_us(machine, sharded.of_busiest.weight_bytes),
         push=memory_us(machine, 2 * moved * sharded.row_bytes),
-        gather=gather_us(machine, sharded),
+        gather=gather_us(machine, sharded, batches),
         combine=combine_us(machine, last),
         synchronize=synchronize,
         host=_NATIVE_CALLS * host_us(machine),
@@ -193,11 +193,12 @@ def _curve(machine: Machine, fabric: Fabric, variant: str, world: int) -> Curve 
     return nearest_curve(fabric_costs(machine, fabric).curves_of(OP, variant), world)
 
 
-def experts_us(machine: Machine, sharded: ShardedMixture) -> float:
-    """Both grouped GEMMs and the pass between them, in microseconds."""
+def experts_us(machine: Machine, sharded: ShardedMixture, batches: int = 1) -> float:
+    """Both grouped GEMMs and the pass between them, in microseconds; the pass in so many parts, which caches may hold
+    where they do not hold the whole."""
     mixture = sharded.of_busiest
     between = mixture.rows * (mixture.wide + mixture.width) * DTYPE_BYTES[mixture.dtype]
-    return gemms_us(machine, mixture) + memory_us(machine, between)
+    return gemms_us(machine, mixture) + batches * memory_us(machine, between / batches)
 
 
 def combine_us(machine: Machine, sharded: ShardedMixture) -> float:
@@ -206,9 +207,9 @@ def combine_us(machine: Machine, sharded: ShardedMixture) -> float:
     return memory_us(machine, (mixture.rows + mixture.tokens) * sharded.row_bytes)
 
 
-def gather_us(machine: Machine, sharded: ShardedMixture) -> float:
-    """Rows into the order of the experts, and results out of it."""
-    return memory_us(machine, 4 * sharded.of_busiest.rows * sharded.row_bytes)
+def gather_us(machine: Machine, sharded: ShardedMixture, batches: int = 1) -> float:
+    """Rows into the order of the experts, and results out of it, in so many parts."""
+    return batches * memory_us(machine, 4 * sharded.of_busiest.rows * sharded.row_bytes / batches)
 
 
 def library_exchange_us(machine: Machine, sharded: ShardedMixture, hosts: int = 1) -> float:
