@@ -153,26 +153,26 @@ def test_tokens_that_are_no_number(graphs: list[fx.Graph]) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_never_slower_by_price(world: int) -> None:
-    """A rewritten site saves more than the model's own error; the experts are the same with and without the rule."""
+    """A rewritten site saves more than the model's own error; the experts are the same with and without the rule, but
+    for the passes of each batch."""
     for tokens in (1, 64, 2048):
         alone = ("expert_prefetch",)
         [decision] = reported(tokens, force=False, call=make_call(world), world=world, disable=alone).decisions
         assert decision.baseline is not None
-        estimates = [
-            each.estimate
-            for each in (decision.chosen, *decision.alternatives)
-            if each.choice == RULE and each.fabric is Fabric.SHM
-        ]
+        every = (decision.chosen, *decision.alternatives)
+        candidates = [each for each in every if each.choice == RULE and each.fabric is Fabric.SHM]
+        estimates = [each.estimate for each in candidates]
         assert len(estimates) == 2 and all(estimates)
         saves = any(each is not None and each.us_with_margin < decision.baseline.us for each in estimates)
         assert saves == (decision.chosen.choice == RULE), tokens
         machine = cost_model.load("cpu")
         sharded = sharded_of(tokens, world)
         slowdown = machine.oversubscription(world, 1)
-        for each in estimates:
-            assert each is not None
-            terms = {term.name: term.us for term in each.terms}
-            assert terms["experts"] == pytest.approx(experts_us(machine, sharded) * slowdown)
+        for each in candidates:
+            assert each.estimate is not None
+            terms, batches = {term.name: term.us for term in each.estimate.terms}, dict(each.parameters)["batches"]
+            assert isinstance(batches, int)
+            assert terms["experts"] == pytest.approx(experts_us(machine, sharded, batches) * slowdown)
         assert decision.baseline.us > experts_us(machine, sharded) * slowdown + library_exchange_us(machine, sharded)
 
 
