@@ -29,7 +29,7 @@ _LIBRARY_KERNELS = 20
 _LIBRARY_PASSES = 33.0
 """Times that a rank's chosen rows are read or written around the library's exchanges on a GPU: gathers, scatters, and
 the sum in fp32, operator by operator, of which copies by index do not reach the memory's rate. Of blocks that were
-measured on two H100s, 24 to 51 are left without experts and exchanges, from 2048 tokens."""
+measured on two H100s, 21 to 51 are left without experts and exchanges, from 2048 tokens."""
 _NATIVE_CALLS = 8
 """Into native code and out of torch in a call over shared memory, each as dear for the host as a kernel."""
 

@@ -107,13 +107,16 @@ def summary(rows: Sequence[record.Row]) -> str:
     def of(name: str) -> list[float]:
         return [float(row.parameters[name]) for row in rows]
 
+    again = [float(row.parameters["gemm_error"]) for row in rows if row.parameters["gemms"]]
+    gemms = f"{fmean(again):.1%}" if again else "none timed"
+
     return "\n".join(
         [
             f"{len(rows)} shapes: of the fastest {fmean(of('of_fastest')):.3f} on average, {min(of('of_fastest')):.3f} "
             f"at least; over Inductor {fmean(of('over_inductor')):.3f}, {min(of('over_inductor')):.3f} at least",
             f"layers predicted: mean error {fmean(errors):.1%}, 90th {accuracy.p90(errors):.1%}, largest "
             f"{max(errors):.1%}; by profiles alone {fmean(untimed):.1%}, {accuracy.p90(untimed):.1%}, "
-            f"{max(untimed):.1%}; GEMMs alone {fmean(of('gemm_error')):.1%}",
+            f"{max(untimed):.1%}; GEMMs alone {gemms}",
             f"timing: {max(of('tune_share')):.1%} of a compile at most, {max(of('again_s')):.3f} s when known",
         ]
     )

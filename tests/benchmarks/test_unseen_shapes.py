@@ -26,7 +26,7 @@ def test_shapes_are_drawn_alike_and_within_the_span(span: Span) -> None:
         assert each.intermediate % 128 == 0
 
 
-def row(weave_us: float, others: float, predicted_us: float) -> record.Row:
+def row(weave_us: float, others: float, predicted_us: float, gemms: int = 3) -> record.Row:
     return record.row(
         case={"hidden": 1152, "intermediate": 4096, "tokens": 77},
         weave_us=weave_us,
@@ -34,14 +34,15 @@ def row(weave_us: float, others: float, predicted_us: float) -> record.Row:
         predicted_us=predicted_us,
         parameters={
             "of_fastest": min(1.0, others / weave_us), "over_inductor": 2.0, "by_profile_predicted_us": others / 2,
-            "gemm_error": 0.01, "tune_share": 0.05, "again_s": 0.1,
+            "gemm_error": 0.01 if gemms else 0.0, "gemms": gemms, "tune_share": 0.05, "again_s": 0.1,
         },
     )  # fmt: skip
 
 
 def test_rows_are_summed_up_and_drawn(tmp_path: Path) -> None:
-    rows = [row(100.0, 100.0, 90.0), row(100.0, 80.0, 110.0)]
+    rows = [row(100.0, 100.0, 90.0), row(100.0, 80.0, 110.0, gemms=0)]
     said = summary(rows)
+    assert "GEMMs alone none timed" in summary(rows[1:])
     assert "of the fastest 0.900 on average, 0.800 at least" in said
     assert "mean error 10.0%" in said and "by profiles alone 50.0%" in said and "GEMMs alone 1.0%" in said
     assert "timing: 5.0% of a compile at most, 0.100 s when known" in said

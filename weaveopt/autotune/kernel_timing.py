@@ -107,11 +107,11 @@ class TuningGpuClock(CudaClock):
     """The clock of a GPU, for kernels that are timed one after the other: the first leaves the device warm.
 
     Profiles hold times at the clock that a kernel's own power leaves the device, and times that are compared with them
-    have to be of the same. A device at its power limit lowers its clock after 40 to 60 ms of load, and only as long as
-    little of the time is idle: on an H200, large GEMMs are up to 15 % faster than that for the first 40 ms.
+    have to be of the same. A device at its power limit lowers its clock after some ten milliseconds of load, and only
+    as long as little of the time is idle.
 
     A short kernel takes turns with one of another kind, as in a model, where it neither finds its code in the caches
-    nor begins while another like it ends: on an H200, GEMMs of few rows take 5 % longer so.
+    nor begins while another like it ends.
     """
 
     WARM_MS = 100.0
@@ -141,8 +141,9 @@ class TuningGpuClock(CudaClock):
             launch(index)
             self._between(index)
 
-        sample = super().alone(in_turn, expected_us + LITTLE_US)
-        return Sample(max(sample.us - self._little_us, sample.us / 2), sample.spread)
+        both = super().alone(in_turn, expected_us + LITTLE_US)
+        us = max(both.us - self._little_us, both.us / 2)
+        return Sample(us, both.spread * both.us / us)
 
     def _warm_ms(self, expected_us: float) -> float:
         is_hot = time.perf_counter() - self._was_hot < self.COOLS_S

@@ -106,7 +106,7 @@ def ask(address: Address) -> Position | None:
 
 
 def has_ended(address: Address) -> bool:
-    """True if no process listens at `address` any more; that of a rank on a host that reaches this one, as it did."""
+    """True if nothing listens at `address` any more. The caller knows that it could be reached."""
     try:
         socket.create_connection((address.host, address.port), timeout=_ANSWER_S).close()
     except ConnectionRefusedError:
