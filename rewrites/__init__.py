@@ -9,6 +9,7 @@ from weaveopt.rewrites.expert_prefetch import ExpertPrefetch
 from weaveopt.rewrites.gemm_all_reduce import GemmAllReduce
 from weaveopt.rewrites.gemm_reduce_scatter import GemmReduceScatter
 from weaveopt.rewrites.hierarchical_all_reduce import HierarchicalAllReduce
+from weaveopt.rewrites.merged_gemm import MergedGemm
 from weaveopt.rewrites.moe_fused import MoeFused
 from weaveopt.rewrites.moe_sharded import MoeSharded
 from weaveopt.rewrites.shard_norm import ShardNorm
@@ -27,6 +28,7 @@ SITE_RULES: tuple[SiteRule, ...] = (
     MoeSharded(),
     ExpertPrefetch(),
     ShardNorm(),
+    MergedGemm(),
 )
 GRAPH_RULES: tuple[GraphRule, ...] = (TokenSplit(),)
 RULES = RuleSet(MATCHERS, SITE_RULES, GRAPH_RULES)

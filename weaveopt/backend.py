@@ -117,7 +117,7 @@ def weave(
         # Inductor's own signature: what it passes is passed on unchanged.
         def optimize_and_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
             done = optimize(module, inputs, GraphPass.of(arguments), config, entry, rules, make)
-            compile_graph = partial(seams.compile_graph, module, inputs, arguments, hooks)
+            compile_graph = partial(seams.compile_graph, module, inputs, arguments, hooks, entry.note(done.graph.name))
             compiled, done = in_order(done, compile_graph, partial(registry.correct, entry))
             counted.update(done.rewritten_groups)
             return compiled

@@ -21,6 +21,7 @@ from weaveopt.fabrics.topology import Topology
 from weaveopt.graph.facts import tokens_of
 from weaveopt.graph.pattern import tensor_of
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Values
+from weaveopt.records.inductor_hooks import InductorHook
 from weaveopt.records.memory import Buffer, PlacedBuffer
 from weaveopt.records.order import ANY_ORDER, Order
 from weaveopt.records.site import Site, TokenCounts
@@ -319,25 +320,11 @@ class SettlesSites(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class ReuseHook:
-    """Results of an operator that Inductor must not take for memory that it may use again."""
-
-    op: torch._ops.OpOverload
-    keeps: ReusePredicate
-
-
-class ReusePredicate(Protocol):
-    def __call__(self, arguments: Sequence[object]) -> Sequence[int]:
-        """Return the positions of the results, among a call's arguments, that Inductor must not change."""
-        ...
-
-
 @runtime_checkable
 class HooksInductor(Protocol):
     """A rule whose operators Inductor has to treat specially."""
 
-    def inductor_hooks(self) -> Sequence[ReuseHook]: ...
+    def inductor_hooks(self) -> Sequence[InductorHook]: ...
 
 
 class GraphRule(Protocol):
@@ -390,7 +377,7 @@ class RuleSet:
     def every(self) -> tuple[SiteRule | GraphRule, ...]:
         return (*self.site_rules, *self.graph_rules)
 
-    def inductor_hooks(self) -> list[ReuseHook]:
+    def inductor_hooks(self) -> list[InductorHook]:
         return [hook for rule in self.every if isinstance(rule, HooksInductor) for hook in rule.inductor_hooks()]
 
     def of_kind(self, kind: str) -> tuple[SiteRule, ...]:

@@ -24,6 +24,7 @@ import torch.fx as fx
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.ops.reduction import call as op
+from weaveopt.records.inductor_hooks import ReuseHook
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.reduction import fused
 from weaveopt.rewrites.reduction.aliasing import aliasing_of_groups
@@ -31,7 +32,7 @@ from weaveopt.rewrites.reduction.begun import may_overlap
 from weaveopt.rewrites.reduction.candidates import FusedReductionPlan
 from weaveopt.rewrites.reduction.lowering import memory_of
 from weaveopt.rewrites.reduction.sharding import SharedSum, residual_of, sharded_values, shared_sums, total_of
-from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal, ReuseHook
+from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.reduction.matcher import KIND, Reduction
 
 

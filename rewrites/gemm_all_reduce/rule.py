@@ -31,6 +31,7 @@ from weaveopt.graph.splice import call_after, current, erase_dead, last_of
 from weaveopt.ops.gemm_comm.all_reduce.call import GemmReductionCall, WeightLayout, results_in_arena
 from weaveopt.ops.reduction.call import FEATURES, SumOut
 from weaveopt.records.candidate import Candidate, Rejection
+from weaveopt.records.inductor_hooks import ReuseHook
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.gemm_all_reduce.candidates import (
     RULE,
@@ -45,7 +46,7 @@ from weaveopt.rewrites.reduction.eligible import norms_refused, refused_anywhere
 from weaveopt.rewrites.reduction.lowering import memory_of, whole_call
 from weaveopt.rewrites.reduction.sharding import SharedSum, residual_of, sharded_values, shared_sums, total_of
 from weaveopt.rewrites.reduction.splice import made_by, operand_nodes, rounding, splice_results
-from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal, ReuseHook
+from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.reduction.matcher import KIND, Reduction, ReductionFacts
 from weaveopt.sites.shared.epilogue import Reduced
 from weaveopt.sites.shared.linear import MatchedGemm, gemm_at

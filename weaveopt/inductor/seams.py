@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -27,10 +28,12 @@ from weaveopt.config import Config
 from weaveopt.errors import OptionError
 from weaveopt.inductor.one_row_gemm import store_rows
 from weaveopt.inductor.order import keeping
+from weaveopt.inductor.prepared_inputs import Note, calls_in, prepared
+from weaveopt.records.inductor_hooks import InductorHook, ReuseHook, ReusePredicate
 from weaveopt.records.order import ANY_ORDER, Order
-from weaveopt.rule import ReuseHook, ReusePredicate
 
 Compiled = Callable[..., object]
+_log = logging.getLogger("weaveopt")
 
 
 class GraphPass(Enum):
@@ -94,9 +97,10 @@ def compile_with(
 
 def compile_graph(
     module: fx.GraphModule, inputs: Sequence[object], arguments: Mapping[str, object],
-    hooks: Sequence[ReuseHook] = (), order: Order = ANY_ORDER,
+    hooks: Sequence[InductorHook] = (), note: Note = _log.warning, order: Order = ANY_ORDER,
 ) -> object:  # fmt: skip
-    """Inductor's compile of one graph; `hooks` say which results of operators it must leave alone.
+    """Inductor's compile of one graph; `hooks` say which results of operators it must leave alone, and which inputs are
+    prepared before the first call. `note` gets why some could not be.
 
     `order` is what `place` returned for the graph. Raises `OrderError` where the code that Inductor wrote has another
     one: the caller then compiles the captured graph on all ranks.
@@ -105,17 +109,20 @@ def compile_graph(
     if inductor_config.coordinate_descent_tuning and store_rows(module.graph):
         module.recompile()
     for hook in hooks:
-        _keep_from_reuse(hook.op, hook.keeps)
+        if isinstance(hook, ReuseHook):
+            _keep_from_reuse(hook.op, hook.keeps)
+    calls = calls_in(module.graph, hooks)
     tracing = TracingContext.try_get()
     if tracing is not None and tracing.output_strides:
         tracing.output_strides.clear()  # a compile of the same graph that is not used left them
     with keeping(order) if order else nullcontext(), _compiler_settings_kept():
-        return compile_fx_inner(module, inputs, **arguments)  # type: ignore[arg-type]
+        return prepared(compile_fx_inner(module, inputs, **arguments), calls, note)  # type: ignore[arg-type]
 
 
 def compile_alone(
-    module: fx.GraphModule, inputs: Sequence[torch.Tensor], hooks: Sequence[ReuseHook] = (), order: Order = ANY_ORDER
-) -> Callable[[list[torch.Tensor]], object]:
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor], hooks: Sequence[InductorHook] = (),
+    order: Order = ANY_ORDER,
+) -> Callable[[list[torch.Tensor]], object]:  # fmt: skip
     """Compile a graph with Inductor that is called by itself with tensors of the sizes of `inputs`.
 
     The result takes them as one list. It makes no CUDA graph, whatever the options say: code that times it captures
@@ -126,7 +133,7 @@ def compile_alone(
     with tracing(TracingContext(mode)), V.set_fake_mode(mode):
         FakeTensorProp(module, mode).propagate_dont_convert_inputs(*fakes)
         arguments = {"cudagraphs": BoxedBool(False), "is_inference": True}
-        compiled = compile_graph(module, fakes, arguments, hooks, order)
+        compiled = compile_graph(module, fakes, arguments, hooks, order=order)
     assert callable(compiled), f"Inductor returned a {type(compiled).__name__}"
     return compiled
 

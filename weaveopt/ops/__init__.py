@@ -13,5 +13,6 @@ from weaveopt.ops.gemm_comm.all_gather import op as _all_gather_gemm  # noqa: F4
 from weaveopt.ops.gemm_comm.all_reduce import op as _gemm_all_reduce  # noqa: F401
 from weaveopt.ops.gemm_comm.reduce_scatter import norm_op as _gemm_reduce_scatter_norm  # noqa: F401
 from weaveopt.ops.gemm_comm.reduce_scatter import op as _gemm_reduce_scatter  # noqa: F401
+from weaveopt.ops.merged_gemm import op as _merged_linear  # noqa: F401
 from weaveopt.ops.reduction import begin_end as _all_reduce_norm_begin_end  # noqa: F401
 from weaveopt.ops.reduction import op as _all_reduce_norm  # noqa: F401

@@ -165,12 +165,7 @@ class ProblemTemplate:
         self._order = {node: index for index, node in enumerate(captured.graph.nodes)}
         self._kernels: dict[tuple[int, frozenset[fx.Node]], tuple[GraphKernel, ...]] = {}
         self._overlapping = _overlapping(self.sites)
-        overlapping = {site for pair in self._overlapping for site in pair}
-        firsts: dict[Hashable, int] = {}
-        self.kinds = tuple(
-            firsts.setdefault(index if index in overlapping else self._kind(index), index)
-            for index in range(len(self.sites))
-        )
+        self.kinds = self._kinds()
         # Rules whose candidates pass values to each other may report the same interaction.
         self.interactions = tuple(
             dict.fromkeys(
@@ -274,6 +269,29 @@ class ProblemTemplate:
         proposals = tuple(replace(each, candidate=known.candidate) for each, known in pairs)
         return replace(first, found=found, proposals=proposals)
 
+    def _kinds(self) -> tuple[int, ...]:
+        """Position of the first site of each one's kind.
+
+        Sites that share nodes are of one kind with those at the same place of an equal set of such sites: then one pair
+        of sites excludes each other as the other pair does.
+        """
+        own = [self._kind(index) for index in range(len(self.sites))]
+        firsts: dict[Hashable, tuple[int, ...]] = {}
+        kinds = [*range(len(self.sites))]
+        for members in _connected(len(self.sites), self._overlapping):
+            shared = tuple(self._shared(pair, members) for pair in self._overlapping if pair[0] in members)
+            first = firsts.setdefault((tuple(own[each] for each in members), shared), members)
+            for member, stands_for in zip(members, first, strict=True):
+                kinds[member] = stands_for
+        return tuple(kinds)
+
+    def _shared(self, pair: tuple[int, int], members: Sequence[int]) -> Hashable:
+        """Which nodes two overlapping sites share, by their places in each."""
+        both = [self.sites[index].nodes | self.sites[index].consumers for index in pair]
+        ordered = [sorted(nodes, key=self._order.__getitem__) for nodes in both]
+        places = tuple(tuple(at for at, node in enumerate(nodes) if node in both[0] & both[1]) for nodes in ordered)
+        return (*(members.index(index) for index in pair), places)
+
     def _kind(self, index: int) -> Hashable:
         """Equal for two sites that have the same baseline and the same candidates; those not recognized stand alone."""
         found = self.sites[index]
@@ -334,6 +352,16 @@ def _overlapping(sites: Sequence[FoundSite]) -> tuple[tuple[int, int], ...]:
         for node in found.nodes | found.consumers:
             owners.setdefault(node, []).append(index)
     return tuple(sorted({pair for sharing in owners.values() for pair in combinations(sharing, 2)}))
+
+
+def _connected(num_sites: int, pairs: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+    """Sets of sites that overlap, directly or through others; a site that overlaps none is alone."""
+    member_of: dict[int, tuple[int, ...]] = {index: (index,) for index in range(num_sites)}
+    for a, b in pairs:
+        if member_of[a] is not member_of[b]:
+            joined = tuple(sorted((*member_of[a], *member_of[b])))
+            member_of.update(dict.fromkeys(joined, joined))
+    return list(dict.fromkeys(member_of.values()))
 
 
 def _exclusions(overlapping: Sequence[tuple[int, int]], sites: Sequence[PricedSite]) -> tuple[selection.JointCost, ...]:

@@ -20,7 +20,15 @@ from weaveopt.inductor import breaks, dynamo, outside
 from weaveopt.integrations.transformers import batching_loop
 from weaveopt.records.candidate import Rejection
 from weaveopt.records.generation import GenerationReport, LeftCall, StepReport
-from weaveopt.records.report import GraphBreak, GraphReport, MachineSummary, OutsideCommunication, Report, Uncompiled
+from weaveopt.records.report import (
+    Fallback,
+    GraphBreak,
+    GraphReport,
+    MachineSummary,
+    OutsideCommunication,
+    Report,
+    Uncompiled,
+)
 from weaveopt.reporting import events
 from weaveopt.reporting.document import graph_to_json
 from weaveopt.rule import Context
@@ -67,6 +75,16 @@ class Entry:
         """`inner_compile` that also notes what this model communicated between its graphs."""
         ended_at = self.breaks[-1].where if self.reason is not None else ""
         return outside.watched(inner_compile, self.caller, ended_at, self.outside)
+
+    def note(self, graph: str) -> Callable[[str], None]:
+        """Takes why the first call of a graph could not prepare its inputs."""
+
+        def add(why: str) -> None:
+            for report in [each for each in self.graphs if each.name == graph]:
+                failed = Fallback(graph, "first call", why)
+                correct(self, replace(report, fallbacks=(*report.fallbacks, failed)))
+
+        return add
 
 
 _entries: list[Entry] = []

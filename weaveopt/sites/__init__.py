@@ -6,6 +6,7 @@ from weaveopt.rule import Matcher
 from weaveopt.sites.attention.matcher import AttentionMatcher
 from weaveopt.sites.mixture.exchange_matcher import ExchangeMatcher
 from weaveopt.sites.mixture.matcher import MixtureMatcher
+from weaveopt.sites.projections.matcher import ProjectionMatcher
 from weaveopt.sites.reduction.matcher import ReductionMatcher
 from weaveopt.sites.sequence.gather_matcher import GatherMatcher
 from weaveopt.sites.sequence.scatter_matcher import ScatterMatcher
@@ -18,4 +19,5 @@ MATCHERS: tuple[Matcher, ...] = (
     MixtureMatcher(),
     *SEQUENCE_PARALLEL,
     ExchangeMatcher(),
+    ProjectionMatcher(),
 )

@@ -1,0 +1,113 @@
+"""Inputs of a compiled graph, given to the rules that prepare them before a call.
+
+Only in a call are they the model's own tensors: graphs are traced and compiled with stand-ins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+from torch.fx.node import Argument
+
+from weaveopt.records.inductor_hooks import InductorHook, InputHook
+
+Compiled = Callable[..., object]
+Note = Callable[[str], None]
+"""Gets why the inputs of a call were not prepared."""
+
+
+@dataclass(frozen=True)
+class PreparedCall:
+    """A call whose arguments are inputs of its graph, by their positions among them; other tensors are None."""
+
+    hook: InputHook
+    arguments: tuple[object, ...]
+
+    def prepare(self, inputs: Mapping[int, object]) -> str:
+        """Gives the arguments to the hook, from inputs by their positions."""
+        return self.hook.prepare([_filled(each, inputs) for each in self.arguments])
+
+
+def calls_in(graph: fx.Graph, hooks: Sequence[InductorHook]) -> tuple[PreparedCall, ...]:
+    """The calls of operators that have an `InputHook`, in graph order."""
+    position = {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
+    found = []
+    for hook in hooks:
+        if isinstance(hook, InputHook):
+            for node in graph.find_nodes(op="call_function", target=hook.op):
+                found.append(PreparedCall(hook, tuple(_positions(each, position) for each in node.args)))
+    return tuple(found)
+
+
+def prepared(compiled: object, calls: Sequence[PreparedCall], note: Note) -> object:
+    """`compiled`, which takes its inputs as one list, with the inputs of `calls` prepared.
+
+    They are before the first call, and after one in which the operator found them unprepared: one compiled graph may
+    serve several layers and models, and their parameters may be replaced. A call that a CUDA graph captures prepares
+    nothing: memory of its own would be part of the graph. `note` gets each reason once.
+    """
+    if not calls:
+        return compiled
+    assert callable(compiled), f"Inductor returned a {type(compiled).__name__}"
+    hooks = tuple(dict.fromkeys(call.hook for call in calls))
+    positions = tuple(dict.fromkeys(at for call in calls for each in call.arguments for at in _positions_in(each)))
+    noted: set[str] = set()
+    is_first = True
+
+    def prepare(inputs: Sequence[object]) -> None:
+        by_position = dict(zip(positions, inputs, strict=True))
+        reasons = {why for call in calls if (why := call.prepare(by_position))}
+        for why in sorted(reasons - noted):
+            note(why)
+        noted.update(reasons)
+
+    def run(inputs: list[object]) -> object:
+        nonlocal is_first
+        taken = [inputs[at] for at in positions]  # the callee empties the list
+        if is_first and not _is_captured():
+            is_first = False
+            prepare(taken)
+        before = [hook.num_unprepared() for hook in hooks]
+        result = compiled(inputs)
+        if before != [hook.num_unprepared() for hook in hooks] and not _is_captured():
+            prepare(taken)
+        return result
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _is_captured() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+@dataclass(frozen=True)
+class _Position:
+    """Position of an input among those of its graph."""
+
+    index: int
+
+
+def _positions(argument: Argument, position: dict[fx.Node, int]) -> object:
+    if isinstance(argument, fx.Node):
+        return _Position(position[argument]) if argument in position else None
+    if isinstance(argument, list | tuple):
+        return [_positions(each, position) for each in argument]
+    return argument
+
+
+def _positions_in(argument: object) -> Iterator[int]:
+    if isinstance(argument, _Position):
+        yield argument.index
+    elif isinstance(argument, list):
+        for each in argument:
+            yield from _positions_in(each)
+
+
+def _filled(argument: object, inputs: Mapping[int, object]) -> object:
+    if isinstance(argument, _Position):
+        return inputs[argument.index]
+    return [_filled(each, inputs) for each in argument] if isinstance(argument, list) else argument

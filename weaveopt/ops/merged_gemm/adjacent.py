@@ -1,0 +1,88 @@
+"""Weights of several linear layers one after the other in one piece of memory, where one GEMM multiplies by all.
+
+Parameters keep their identity, shape and values: each becomes a view of its part, and what it occupied before is free
+again. So optimizers, `state_dict` and updates in place go on as they did. Weights whose memory anything else refers to
+(a `state_dict` that is kept, flat buffers of FSDP, another merge) stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+Tensor = torch.Tensor
+_kept: set[int] = set()
+"""Addresses of the first of weights that could not be moved."""
+_num_apart = 0
+
+
+def num_apart() -> int:
+    """Calls in this process that found weights apart which may yet be moved."""
+    return _num_apart
+
+
+def note_apart(weights: Sequence[Tensor]) -> None:
+    """Takes the weights of a call that did not lie one after the other."""
+    global _num_apart
+    _num_apart += weights[0].data_ptr() not in _kept
+
+
+def joined(weights: Sequence[Tensor]) -> Tensor | None:
+    """`torch.cat(weights)` without a copy; None if they do not lie one after the other in one storage."""
+    first = weights[0]
+    storage = first.untyped_storage().data_ptr()
+    for before, after in pairwise(weights):
+        follows = after.data_ptr() == before.data_ptr() + before.nbytes
+        if not follows or after.untyped_storage().data_ptr() != storage or not before.is_contiguous():
+            return None
+    if not weights[-1].is_contiguous():
+        return None
+    return first.as_strided((sum(each.shape[0] for each in weights), *first.shape[1:]), first.stride())
+
+
+def adjoin(weights: Sequence[Tensor]) -> str:
+    """Moves weights of equal rows one after the other; returns why they stay where they are, empty if they lie so now.
+
+    While they are moved they take their memory twice.
+    """
+    if joined(weights) is not None:
+        return ""
+    if why := next((why for each in weights if (why := _kept_by(each))), ""):
+        _kept.add(weights[0].data_ptr())
+        return why
+    with torch.inference_mode(False), torch.no_grad():
+        first = weights[0]
+        try:
+            memory = torch.empty(
+                (sum(each.shape[0] for each in weights), *first.shape[1:]), dtype=first.dtype, device=first.device
+            )
+        except torch.OutOfMemoryError:
+            return "there is no memory to move the weights in"
+        parts = memory.split([each.shape[0] for each in weights])
+        for weight, part in zip(weights, parts, strict=True):
+            part.copy_(weight)
+        if memory.is_cuda:
+            torch.cuda.synchronize(memory.device)  # other streams may still read the weights where they were
+        for weight, part in zip(weights, parts, strict=True):
+            weight.data = part
+    return ""
+
+
+def _kept_by(weight: Tensor) -> str:
+    """Why a weight cannot be moved; empty if nothing but itself refers to its memory."""
+    if weight.is_inference():
+        return "the weights were made in inference mode"
+    storage = weight.untyped_storage()
+    if weight.storage_offset() or storage.nbytes() != weight.nbytes or not weight.is_contiguous():
+        return "the weights are parts of other tensors"
+    if _references(weight) > _references(torch.empty(1)):
+        return "other tensors share the weights' memory"
+    return ""
+
+
+def _references(tensor: Tensor) -> int:
+    """How many tensors and Python objects refer to a tensor's memory."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
