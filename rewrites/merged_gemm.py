@@ -17,29 +17,30 @@ that cannot be moved are multiplied one by one, as before, and the report says w
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from itertools import accumulate, pairwise
 
 import torch
 import torch.fx as fx
+from torch.fx.node import map_arg
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.cost_model import Gemm
-from weaveopt.graph.pattern import SHAPE_ONLY, is_call, tensor_of
-from weaveopt.graph.splice import call_after, current, last_of, replace_uses
-from weaveopt.graph.values import bytes_of
-from weaveopt.inductor.calls import GEMM, MEMORY, GemmCall, MemoryCall, kind_of
+from weaveopt.graph.pattern import SHAPE_ONLY, is_call
+from weaveopt.graph.splice import call_after, current, fake_mode_of, last_of, replace_uses
+from weaveopt.inductor.calls import GEMM, MEMORY, GemmCall, MemoryCall
 from weaveopt.inductor.kernels import KernelContext
 from weaveopt.ops.merged_gemm.adjacent import adjoin, num_apart
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Term
 from weaveopt.records.inductor_hooks import InputHook
-from weaveopt.records.site import TokenCounts
+from weaveopt.records.site import DTYPE_BYTES, TokenCounts
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.projections.matcher import KIND, ProjectionFacts, Projections
 
 RULE = "merged_gemm"
 aten = torch.ops.aten
 MERGED = torch.ops.weave.merged_linear.default
-_VIEWS = SHAPE_ONLY | {aten.permute.default, aten.transpose.int, aten.slice.Tensor, aten.split.Tensor}
+_VIEWS = SHAPE_ONLY | {aten.permute.default, aten.transpose.int, aten.slice.Tensor}
 
 
 class MergedGemm:
@@ -55,13 +56,15 @@ class MergedGemm:
         surroundings = KernelContext.of(context.machine, context.topologies.values())
         columns = sum(facts.widths)
         gemm = Gemm(tokens.hint, facts.k, columns, "rc addmm" if facts.has_bias else "rc")
-        terms = [Term(GEMM, surroundings.us_of(GEMM, GemmCall(gemm, facts.dtype)))]
-        per_token = sum(bytes_of(value) for value in _stored(structure)) / max(found.site.tokens.hint, 1)
-        if per_token:
-            copied = MemoryCall(round(2 * per_token * tokens.hint))
-            terms.append(Term("copy", surroundings.us_of(MEMORY, copied)))
+        estimate = Estimate((Term(GEMM, surroundings.us_of(GEMM, GemmCall(gemm, facts.dtype))),))
+        returned = [
+            columns for gemm, columns in zip(structure.gemms, facts.widths, strict=True) if _reaches_output(gemm.node)
+        ]
+        if returned:
+            copied = MemoryCall(2 * tokens.hint * sum(returned) * DTYPE_BYTES[facts.dtype])
+            estimate = estimate.plus(Estimate((Term("copy", surroundings.us_of(MEMORY, copied)),)))
         parameters = (("gemms", len(facts.widths)), ("columns", columns))
-        candidate = Candidate(RULE, Fabric.LIBRARY, "one GEMM", parameters, Estimate(tuple(terms)))
+        candidate = Candidate(RULE, Fabric.LIBRARY, "one GEMM", parameters, estimate)
         return (Proposal(candidate, found.nodes),)
 
     def memory(self, chosen: Chosen, context: Context) -> Memory | None:
@@ -76,12 +79,15 @@ class MergedGemm:
         ends = (0, *accumulate(facts.widths))
         for gemm, (begin, end) in zip(structure.gemms, pairwise(ends), strict=True):
             part = call_after(graph, merged, aten.slice.Tensor, (merged, 1, begin, end), like=gemm.node)
-            # As the GEMM stored it. Kernels that compute with it read the slice, and nothing is copied.
-            kept = call_after(
-                graph, part, aten.clone.default, (part,), like=gemm.node,
-                named={"memory_format": torch.contiguous_format},
-            )  # fmt: skip
-            replace_uses(graph, gemm.node, kept)
+            if not _reaches_output(gemm.node) and (values := _values_of_views(graph, gemm.node, part)) is not None:
+                for node, value in values.items():
+                    node.meta["val"] = value
+            else:  # as the GEMM stored it
+                part = call_after(
+                    graph, part, aten.clone.default, (part,), like=gemm.node,
+                    named={"memory_format": torch.contiguous_format},
+                )  # fmt: skip
+            replace_uses(graph, gemm.node, part)
             graph.erase_node(gemm.node)
         return (f"{RULE}: GEMMs of other sizes sum in another order",)
 
@@ -99,20 +105,30 @@ def _adjoin_operands(arguments: Sequence[object]) -> str:
     return ""
 
 
-def _stored(structure: Projections) -> Iterator[torch.Tensor]:
-    """Results that a library's kernel reads, or nobody in this graph: Inductor copies them out of the common one."""
-    for gemm in structure.gemms:
-        if _is_stored(gemm.node):
-            value = tensor_of(gemm.node)
-            assert value is not None, f"{gemm.node.name} makes no tensor"
-            yield value
+def _reaches_output(node: fx.Node) -> bool:
+    """True if the graph returns the value or a view of it, whose strides the caller sees."""
+    return any(user.op == "output" or (is_call(user, _VIEWS) and _reaches_output(user)) for user in node.users)
 
 
-def _is_stored(node: fx.Node) -> bool:
-    return any(
-        _is_stored(user) if is_call(user, _VIEWS) else user.op == "output" or kind_of(user.target) is not None
-        for user in node.users
-    )
+def _values_of_views(graph: fx.Graph, node: fx.Node, part: fx.Node) -> dict[fx.Node, torch.Tensor] | None:
+    """Values of all views of `node` where `part`, which has other strides, takes its place; None if one has none."""
+    found = {node: part.meta["val"]}
+    with fake_mode_of(graph) or nullcontext():
+        for each in _views_of(node):
+            try:
+                found[each] = each.target(*map_arg(each.args, lambda one: found.get(one, one.meta["val"])))  # type: ignore[operator]
+            except RuntimeError:  # a view of these strides would need a copy
+                return None
+    del found[node]
+    return found
+
+
+def _views_of(node: fx.Node) -> Iterator[fx.Node]:
+    """Views of a node, and views of them."""
+    for user in node.users:
+        if is_call(user, _VIEWS):
+            yield user
+            yield from _views_of(user)
 
 
 def _site(found: FoundSite) -> tuple[ProjectionFacts, Projections]:

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 Tensor = torch.Tensor
-_kept: set[int] = set()
-"""Addresses of the first of weights that could not be moved."""
+_kept: dict[int, StorageWeakRef] = {}
+"""Memory of the first of weights that could not be moved, by its address."""
 _num_apart = 0
 
 
@@ -26,7 +27,8 @@ def num_apart() -> int:
 def note_apart(weights: Sequence[Tensor]) -> None:
     """Takes the weights of a call that did not lie one after the other."""
     global _num_apart
-    _num_apart += weights[0].data_ptr() not in _kept
+    kept = _kept.get(weights[0].data_ptr())
+    _num_apart += kept is None or kept.expired()
 
 
 def joined(weights: Sequence[Tensor]) -> Tensor | None:
@@ -50,7 +52,9 @@ def adjoin(weights: Sequence[Tensor]) -> str:
     if joined(weights) is not None:
         return ""
     if why := next((why for each in weights if (why := _kept_by(each))), ""):
-        _kept.add(weights[0].data_ptr())
+        for address in [address for address, storage in _kept.items() if storage.expired()]:
+            del _kept[address]
+        _kept[weights[0].data_ptr()] = StorageWeakRef(weights[0].untyped_storage())
         return why
     with torch.inference_mode(False), torch.no_grad():
         first = weights[0]

@@ -1,0 +1,333 @@
+"""GEMMs of one input as one: which are, what it costs, and that results, weights and strides stay as they are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import weaveopt
+from tests.graphs.preview import previewed
+from weaveopt.backend import weave
+from weaveopt.errors import WeaveError
+from weaveopt.ops.merged_gemm.adjacent import adjoin, joined, num_apart
+from weaveopt.records.report import Decision, GraphReport
+from weaveopt.rewrites import RULES
+from weaveopt.rewrites.merged_gemm import RULE
+from weaveopt.sites.projections.matcher import KIND, ProjectionMatcher
+
+ON_CPU = replace(RULES, matchers=(ProjectionMatcher(("cpu",)),))
+"""The rule, and no other, where its kernels are the CPU's."""
+WIDTHS = (32, 8, 8)
+
+
+class Projected(nn.Module):
+    """Queries, keys and values of a block, and what becomes of them."""
+
+    def __init__(self, bias: bool = False, widths: tuple[int, ...] = WIDTHS, hidden: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(hidden, width, bias=bias) for width in widths)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, *others = (layer(x) for layer in self.layers)
+        return q.sin() + torch.cat([each.cos() for each in others], dim=-1).repeat(1, 1, 2)
+
+
+def compiled(model: Callable[..., object], strict: bool = True) -> Callable[..., object]:
+    torch._dynamo.reset()
+    options = {"force": [RULE], "strict": strict}
+    return torch.compile(model, backend=partial(weave, options=options, rules=ON_CPU))  # type: ignore[return-value]
+
+
+def weights(model: Projected) -> list[Tensor]:
+    return [layer.weight for layer in model.layers]  # type: ignore[misc]
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+# the operation
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("widths", [(8,), (5, 3), (1, 7, 2, 4)])
+def test_the_operation_is_the_layers(widths: tuple[int, ...], bias: bool, dtype: torch.dtype) -> None:
+    model = Projected(bias, widths).to(dtype)
+    biases = [layer.bias for layer in model.layers] if bias else []
+    for rows in (0, 1, 7):
+        x = torch.randn(rows, 16, dtype=dtype)
+        expected = torch.cat([layer(x) for layer in model.layers], dim=1)
+        before = torch.ops.weave.merged_linear(x, weights(model), biases)
+        assert not adjoin(weights(model)) and not (bias and adjoin(biases))
+        after = torch.ops.weave.merged_linear(x, weights(model), biases)
+        for found in (before, after):
+            torch.testing.assert_close(found, expected)
+            assert found.is_contiguous()
+        torch.library.opcheck(torch.ops.weave.merged_linear.default, (x, weights(model), biases))
+
+
+@pytest.mark.parametrize(
+    ("x", "columns", "biases"),
+    [((3, 16), [], []), ((3, 15), [(8, 16)], []), ((16,), [(8, 16)], []), ((3, 16), [(8, 16)], [(7,)]),
+     ((3, 16), [(8, 16), (8, 16)], [(8,)])],
+)  # fmt: skip
+def test_shapes_that_contradict(x: tuple[int, ...], columns: list[tuple[int, int]], biases: list[tuple[int]]) -> None:
+    with pytest.raises(WeaveError, match="merged_linear: "):
+        torch.ops.weave.merged_linear(torch.zeros(x), [*map(torch.zeros, columns)], [*map(torch.zeros, biases)])
+
+
+# weights one after the other
+
+
+def test_weights_keep_identity_values_and_updates() -> None:
+    model = Projected(True)
+    before, identities = copy.deepcopy(model), [id(each) for each in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    assert joined(weights(model)) is None
+    assert adjoin(weights(model)) == ""
+    whole = joined(weights(model))
+    assert whole is not None and torch.equal(whole, torch.cat(weights(before)))
+    assert [id(each) for each in model.parameters()] == identities
+    assert all(each.is_leaf and each.requires_grad for each in model.parameters())
+    with torch.enable_grad():
+        model(torch.randn(1, 2, 16)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(whole, torch.cat(weights(before))), "the step did not reach the joined weights"
+    assert torch.equal(whole, torch.cat(weights(model)))
+    state = model.state_dict()
+    model.load_state_dict(before.state_dict())
+    assert torch.equal(whole, torch.cat(weights(before))) and state["layers.0.weight"].shape == (32, 16)
+
+
+def test_weights_that_stay_where_they_are() -> None:
+    def refused(change: Callable[[Projected], object]) -> str:
+        model = Projected()
+        kept = change(model)
+        places = [each.data_ptr() for each in weights(model)]
+        why = adjoin(weights(model))
+        assert [each.data_ptr() for each in weights(model)] == places and joined(weights(model)) is None
+        del kept
+        return why
+
+    def inside_another(model: Projected) -> None:
+        model.layers[1].weight.data = torch.randn(12, 16)[2:10]
+
+    def transposed(model: Projected) -> None:
+        model.layers[2].weight.data = torch.randn(16, 8).t()
+
+    def made_in_inference(model: Projected) -> None:
+        with torch.inference_mode():
+            model.layers[0].weight = nn.Parameter(torch.randn(32, 16), requires_grad=False)
+
+    assert "share" in refused(lambda model: model.state_dict())
+    assert "share" in refused(lambda model: model.layers[2].weight.detach())
+    assert "parts of other" in refused(inside_another)
+    assert "parts of other" in refused(transposed)
+    assert "inference mode" in refused(made_in_inference)
+
+
+def test_weights_next_to_each_other_by_chance_are_not_joined() -> None:
+    """Memory of two storages is no tensor."""
+    memory = torch.randn(40, 16)
+    parts = [memory[:32], memory[32:]]
+    assert joined(parts) is not None
+    assert joined(parts[::-1]) is None
+    assert joined([memory[:32], memory[33:]]) is None
+    apart = [torch.from_dlpack(each.numpy()) for each in parts]
+    assert apart[1].data_ptr() == apart[0].data_ptr() + apart[0].nbytes and joined(apart) is None
+
+
+def test_no_memory_to_move_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Projected()
+
+    def full(*_: object, **__: object) -> Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **named: full() if named else torch.zeros(*sizes))
+    assert "no memory" in adjoin(weights(model))
+    monkeypatch.undo()
+    assert adjoin(weights(model)) == "" and joined(weights(model)) is not None
+
+
+def test_calls_that_find_weights_apart_are_counted() -> None:
+    model, x = Projected(), torch.randn(2, 16)
+    before = num_apart()
+    torch.ops.weave.merged_linear(x, weights(model), [])
+    assert num_apart() == before + 1
+    kept = model.state_dict()
+    adjoin(weights(model))
+    torch.ops.weave.merged_linear(x, weights(model), [])
+    assert num_apart() == before + 1, "weights that cannot be moved count each time"
+    del kept
+
+
+# sites and prices
+
+
+def decisions(report: GraphReport) -> list[Decision]:
+    return [each for each in report.decisions if each.site.kind == KIND]
+
+
+def gpu_report(fn: Callable[..., object], *inputs: Tensor, disable: tuple[str, ...] = ()) -> GraphReport:
+    return previewed(fn, inputs, machine="h200x4", device="cuda", static=True, force=(), disable=disable)
+
+
+def projections(*sizes: int, rows: int = 8, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
+    return (torch.empty(1, rows, 4096, dtype=dtype), *(torch.empty(size, 4096, dtype=dtype) for size in sizes))
+
+
+def three(x: Tensor, *each: Tensor) -> tuple[Tensor, ...]:
+    return tuple(F.linear(x, weight).sin() for weight in each)
+
+
+def test_few_rows_are_one_gemm_and_many_are_left_where_it_loses() -> None:
+    [few] = decisions(gpu_report(three, *projections(2048, 512, 512)))
+    assert few.chosen.choice == RULE and few.chosen.estimate is not None
+    assert few.chosen.estimate.us < 0.7 * few.baseline.us
+    assert few.site.description == "3 x (x @ w^T)" and few.site.groups == ()
+    assert dict(few.site.facts)["columns"] == "2048 + 512 + 512"
+    [many] = decisions(gpu_report(three, *projections(14336, 14336, rows=16384)))
+    assert many.chosen.choice == "leave"
+    [off] = decisions(gpu_report(three, *projections(2048, 512, 512), disable=(RULE,)))
+    assert off.chosen.choice == "leave" and off.alternatives[0].rejections[0].code == "disabled"
+
+
+def test_results_that_are_returned_are_copied() -> None:
+    def returned(x: Tensor, *each: Tensor) -> tuple[Tensor, ...]:
+        return tuple(F.linear(x, weight) for weight in each)
+
+    [decision] = decisions(gpu_report(returned, *projections(2048, 512, 512)))
+    estimate = next(each for each in (decision.chosen, *decision.alternatives) if each.choice == RULE).estimate
+    assert estimate is not None and [term.name for term in estimate.terms] == ["gemm", "copy"]
+
+
+def test_places_that_look_alike() -> None:
+    x, wide, narrow = projections(2048, 512)
+    y, bias = torch.empty_like(x), torch.empty(512, dtype=torch.bfloat16)
+
+    def sites(fn: Callable[..., object], *inputs: Tensor) -> int:
+        return len(decisions(gpu_report(fn, *inputs)))
+
+    assert sites(lambda x, y, a, b: (F.linear(x, a).sin(), F.linear(y, b).sin()), x, y, wide, narrow) == 0
+    assert sites(lambda x, a: (F.linear(x, a).sin(), F.linear(x, a).cos()), x, wide) == 0
+    assert sites(lambda x, a, b: (F.linear(x, a).sin(), F.linear(x, b * 2).sin()), x, wide, narrow) == 0
+    assert sites(lambda x, a, b: (F.linear(x, a).sin(), (x @ b).sin()), x, wide, narrow.t().contiguous()) == 0
+    assert sites(lambda x, a, b, c: (F.linear(x, a).sin(), F.linear(x, b, c).sin()), x, wide, narrow, bias) == 0
+    biased = lambda x, b, c, d, e: (F.linear(x, b, c).sin(), F.linear(x, d, e).sin())  # noqa: E731
+    assert sites(biased, x, narrow, bias, narrow.clone(), bias.clone()) == 1
+    assert sites(lambda x, a, b: (F.linear(x, a).sin(), F.linear(x.view(8, 4096), b).sin()), x, wide, narrow) == 1
+
+
+def test_cpu_ranks_have_no_such_sites() -> None:
+    x, *each = projections(64, 32)
+    assert decisions(previewed(three, (x, *each), machine="cpu", static=True)) == []
+
+
+def test_training_leaves_weights_where_they_are() -> None:
+    model = Projected()
+    places = [each.data_ptr() for each in weights(model)]
+    with torch.enable_grad():
+        compiled(model)(torch.randn(2, 3, 16)).sum().backward()  # type: ignore[attr-defined]
+    assert [each.data_ptr() for each in weights(model)] == places
+    found = [each for graph in weaveopt.report(model).graphs for each in graph.decisions if each.site.kind == KIND]
+    assert found and all(each.site.rejections[0].code == "training" for each in found)
+
+
+# graphs that run
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_compiled_layers_compute_the_same(bias: bool) -> None:
+    model = Projected(bias)
+    before, call = copy.deepcopy(model), compiled(model)
+    for tokens in (3, 3, 5, 9):  # the second count makes sizes symbolic
+        x = torch.randn(2, tokens, 16)
+        torch.testing.assert_close(call(x), before(x))
+    assert joined(weights(model)) is not None
+    report = weaveopt.report(model)
+    assert not report.fallbacks and all(each.decisions[0].chosen.choice == RULE for each in report.graphs)
+    assert any("another order" in line for line in report.graphs[0].rounding)
+
+
+def test_one_compiled_graph_for_several_layers() -> None:
+    layers, x = [Projected(True) for _ in range(4)], torch.randn(2, 3, 16)
+    calls = [torch.compile(each, backend=partial(weave, options={"force": [RULE]}, rules=ON_CPU)) for each in layers]
+    for _ in range(2):
+        for layer, call in zip(layers, calls, strict=True):
+            torch.testing.assert_close(call(x), layer(x))
+    assert all(joined(weights(each)) is not None for each in layers)
+
+
+def test_weights_that_are_replaced_join_again() -> None:
+    model, x = Projected(), torch.randn(2, 3, 16)
+    call = compiled(model)
+    call(x)
+    for each in weights(model):
+        each.data = torch.randn_like(each)
+    for _ in range(2):
+        torch.testing.assert_close(call(x), model(x))
+    assert joined(weights(model)) is not None
+    for each in weights(model):
+        each.mul_(-3.0)
+    torch.testing.assert_close(call(x), model(x))
+
+
+def test_weights_that_cannot_be_moved_are_reported_once() -> None:
+    model, x = Projected(), torch.randn(2, 3, 16)
+    kept, call = model.state_dict(), compiled(model, strict=False)
+    for _ in range(3):
+        torch.testing.assert_close(call(x), model(x))
+    kept["layers.1.weight"].mul_(5.0)
+    torch.testing.assert_close(call(x), model(x))
+    [fallback] = weaveopt.report(model).fallbacks
+    assert (fallback.step, fallback.error) == ("first call", "other tensors share the weights' memory")
+
+
+def test_what_is_returned_has_the_strides_that_it_had() -> None:
+    model = Projected()
+
+    def call(x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = (layer(x) for layer in model.layers)
+        return q, k.view(2, 3, 2, 4).transpose(1, 2), v.sin(), x + k.sum()
+
+    x = torch.randn(2, 3, 16)
+    for found, wanted in zip(compiled(call)(x), call(x), strict=True):  # type: ignore[call-overload]
+        torch.testing.assert_close(found, wanted)
+        assert found.stride() == wanted.stride() and found.is_contiguous() == wanted.is_contiguous()
+    assert joined(weights(model)) is not None
+
+
+def test_attention_reads_slices() -> None:
+    """Heads of 4 with grouped keys; views that cannot be made of a slice are copied."""
+    model = Projected(True)
+
+    def call(x: Tensor) -> Tensor:
+        q, k, v = (layer(x).view(2, 3, -1, 4).transpose(1, 2) for layer in model.layers)
+        rows = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return rows.transpose(1, 2).flatten() + model.layers[1](x).view(-1).sum()
+
+    x = torch.randn(2, 3, 16)
+    torch.testing.assert_close(compiled(call)(x), call(x))
+    assert joined(weights(model)) is not None
+
+
+def test_inference_mode_and_no_grad_in_turns() -> None:
+    model, x = Projected(), torch.randn(2, 3, 16)
+    call = compiled(model)
+    with torch.inference_mode():
+        torch.testing.assert_close(call(x), model(x))
+    assert not any(each.is_inference() for each in model.parameters())
+    torch.testing.assert_close(call(x), model(x))
+    with torch.enable_grad():
+        model(x).sum().backward()
+    assert all(each.grad is not None for each in model.parameters())
