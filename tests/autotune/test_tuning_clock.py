@@ -15,10 +15,10 @@ from weaveopt.autotune import kernel_timing, tune
 from weaveopt.autotune.asked_kernels import AskedKernel
 from weaveopt.autotune.kernel_timing import KernelTimings, TuningGpuClock, take_all_s, time_kernels
 from weaveopt.cost_model.timed import KernelShape
-from weaveopt.measure.clock import HOT_US, CudaClock, Launch, Sample
+from weaveopt.measure.clock import HOT_US, OTHER_US, CudaClock, Launch, Sample
 
-LITTLE_US, SAVED_US = 1.25, 0.5
-"""The kernel that others take turns with, and how much shorter a call is that follows one of the same kernel."""
+SAVED_US = 0.5
+"""How much shorter a call is that follows one of the same kernel."""
 SPREAD_US = 0.1
 
 
@@ -28,16 +28,16 @@ class Simulated(TuningGpuClock):
     def __init__(self) -> None:
         self.chains: list[tuple[float, float]] = []
         self.total_us, self.last = 0.0, ""
-        with mock.patch.object(CudaClock, "__init__", lambda _: None), mock.patch.object(torch, "zeros", mock.Mock()):
+        with mock.patch.object(CudaClock, "__init__", lambda _: None):
             super().__init__()
+        self._other = None
 
     def call(self, kernel: str, us: float) -> None:
         self.total_us += us - SAVED_US * (kernel == self.last)
         self.last = kernel
 
-    def _between(self, index: int) -> object:
-        self.call("little", LITTLE_US + SAVED_US)
-        return None
+    def _make_other(self) -> Launch:
+        return kernel_of(self, OTHER_US)
 
 
 def alone(clock: Simulated, launch: Launch, expected_us: float) -> Sample:
@@ -68,9 +68,17 @@ def kernel_of(clock: Simulated, us: float) -> Launch:
 def test_a_short_kernel_takes_as_long_as_among_others(clock: Simulated) -> None:
     """Beyond what the other kernel takes back to back with itself: that one too is longer so."""
     for us in some((6.0, 29.0, 31.0, 400.0)):
-        found = clock.alone(kernel_of(clock, us), us)
+        found = clock.among_others(kernel_of(clock, us), us)
         assert found.us == pytest.approx(us + SAVED_US if us <= HOT_US else us - SAVED_US), us
         assert found.spread * found.us == pytest.approx(SPREAD_US), us
+
+
+def test_the_memory_of_the_other_kernel_is_given_back(clock: Simulated) -> None:
+    clock.among_others(kernel_of(clock, 6.0), 6.0)
+    assert clock._other is not None
+    clock.release()
+    assert clock._other is None
+    assert clock.among_others(kernel_of(clock, 6.0), 6.0).us == pytest.approx(6.0 + SAVED_US)
 
 
 def test_a_device_is_hot_before_a_long_kernel_counts(clock: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:

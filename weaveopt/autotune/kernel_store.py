@@ -21,7 +21,7 @@ from weaveopt import plain_json
 from weaveopt.config import variable
 from weaveopt.cost_model.timed import KernelShape, KernelTime
 
-VERSION = 2
+VERSION = 3
 """Raised where a time of one version would be wrong in the next."""
 PREFIX, SUFFIX = "kernels-", ".json"
 _LONGEST_LOCK_S = 0.5

@@ -41,6 +41,8 @@ def time_kernels(
         return _timed(kernels, device, budget_s, weight_bytes)
     finally:
         if device.type == "cuda":
+            if _gpu_clock.cache_info().currsize:
+                _gpu_clock().release()
             torch.cuda.empty_cache()  # a CUDA graph that is captured later cannot take memory that is cached here
 
 
@@ -69,7 +71,7 @@ def _timed(kernels: Sequence[AskedKernel], device: torch.device, budget_s: float
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 first_calls_s[is_compiled] += time.perf_counter() - first
-                sample = clock.alone(launch, kernel.us)
+                sample = clock.among_others(launch, kernel.us)
             except Exception:  # no memory, no such kernel here, or not compiled: the profile's price stands
                 failed.append(kernel.shape)
                 continue
@@ -109,9 +111,6 @@ class TuningGpuClock(CudaClock):
     Profiles hold times at the clock that a kernel's own power leaves the device, and times that are compared with them
     have to be of the same. A device at its power limit lowers its clock after some ten milliseconds of load, and only
     as long as little of the time is idle.
-
-    A short kernel takes turns with one of another kind, as in a model, where it neither finds its code in the caches
-    nor begins while another like it ends.
     """
 
     WARM_MS = 100.0
@@ -125,25 +124,12 @@ class TuningGpuClock(CudaClock):
     def __init__(self) -> None:
         super().__init__()
         self._was_hot = -math.inf
-        self._little = torch.zeros(8, device="cuda")
-        self._little_us = super().alone(self._between, LITTLE_US).us
-
-    def _between(self, index: int) -> object:
-        return self._little.add_(1)
 
     def alone(self, launch: Launch, expected_us: float) -> Sample:
+        sample = super().alone(launch, expected_us)
         if expected_us > HOT_US:
-            sample = super().alone(launch, expected_us)
             self._was_hot = time.perf_counter()
-            return sample
-
-        def in_turn(index: int) -> None:
-            launch(index)
-            self._between(index)
-
-        both = super().alone(in_turn, expected_us + LITTLE_US)
-        us = max(both.us - self._little_us, both.us / 2)
-        return Sample(us, both.spread * both.us / us)
+        return sample
 
     def _warm_ms(self, expected_us: float) -> float:
         is_hot = time.perf_counter() - self._was_hot < self.COOLS_S
@@ -152,10 +138,6 @@ class TuningGpuClock(CudaClock):
     def takes_alone_s(self, expected_us: float) -> float:
         """About how many seconds `alone` takes, its captures included."""
         return _takes_on_gpu_s(expected_us, self._warm_ms(expected_us))
-
-
-LITTLE_US = 1.2
-"""About how long a kernel of a few elements takes in a CUDA graph."""
 
 
 def _takes_on_gpu_s(expected_us: float, warm_ms: float) -> float:
