@@ -9,9 +9,9 @@ Fused::
     q, k, v = merged_linear(x, [wq, wk, wv]).split(columns, dim=1)
 
 Every GEMM takes a few microseconds to start and to end, and one with few columns fills few of a GPU's processors: with
-few rows the three take two to three times as long as one. Its weights have to lie one after the other for that. They
-are moved once, before the graph's first call (`ops.merged_gemm.adjacent`), and stay the model's parameters; weights
-that cannot be moved are multiplied one by one, as before, and the report says why.
+few rows the three take two to three times as long as one. For that its weights have to be adjacent in memory. They are
+moved once, before the graph's first call (`ops.merged_gemm.adjacent`), and stay the model's parameters; weights that
+cannot be moved are multiplied one by one, as before, and the report says why.
 """
 
 from __future__ import annotations

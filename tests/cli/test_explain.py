@@ -60,7 +60,7 @@ def _assert_complete(decision: Decision) -> None:
 def test_one_rank_has_local_sites_and_no_communication(tmp_path: Path) -> None:
     report = _explain("qwen3-235b-a22b --tp 1 --batch 8 --phase decode --machine h200x4", tmp_path)
     (graph,) = report.graphs
-    assert report.world == 1 and {each.site.kind for each in graph.decisions} == {"attention", "mixture"}
+    assert report.world == 1 and {each.site.kind for each in graph.decisions} == {"attention", "mixture", "projections"}
     assert all(each.rewritten and not each.site.groups for each in graph.decisions)
     for fused in (False, True):
         assert total(graph, fused).us > 0 and total(graph, fused).exposed_us == 0
@@ -90,12 +90,14 @@ def test_llama_70b_accounts_for_every_all_reduce(tmp_path: Path) -> None:
         if decision.site.kind == "attention":
             sizes = [facts[name] for name in ("heads", "kv_heads", "queries", "keys", "head_dim")]
             assert sizes == [8, 1, 4096, 4096, 128]
+        elif decision.site.kind == "projections":
+            assert facts["k"] == 8192 and facts["columns"] in ("1024 + 128 + 128", "3584 + 3584")
         else:
             assert facts["hidden"] == 8192
-    counts = Counter({"attention": 0, "reduction": 0})
+    counts = Counter({"attention": 0, "reduction": 0, "projections": 0})
     for decision in graph.decisions:
         counts[decision.site.kind] += decision.site.count
-    assert counts == {"attention": 80, "reduction": 160 + EMBEDDING}
+    assert counts == {"attention": 80, "reduction": 160 + EMBEDDING, "projections": 160}
     asked = {site: found for found in graph.sensitivity for site in found.sites}
     assert set(asked) == {decision.site.id for decision in graph.decisions}
     for decision in graph.decisions:

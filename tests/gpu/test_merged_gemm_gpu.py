@@ -125,7 +125,7 @@ def test_moving_leaves_no_memory_behind() -> None:
 
 @torch.no_grad()
 def test_a_kept_state_dict_keeps_its_memory() -> None:
-    """Else what is written to it later would no longer reach the model."""
+    """It shares memory with the model, and what is written to it reaches the model."""
     model = Projected(False, torch.bfloat16)
     kept = model.state_dict()
     compiled = torch.compile(model, backend="weave", options=options(strict=False))

@@ -83,6 +83,8 @@ LOADING_S = 2.0
 """Longest time of set-up and first calls of a graph's library kernels, in seconds. A process loads a library once."""
 COMPILING_S = 8.0
 """The same of this package's kernels, which Triton compiles once for a host and keeps."""
+COMPILE_S = 1.0
+"""About how many seconds Triton takes for one of them."""
 
 
 class TuningCpuClock(CpuClock):
@@ -167,10 +169,11 @@ def _takes_on_cpu_s(us: float) -> float:
 
 
 def take_all_s(kernels: Sequence[AskedKernel], device: str) -> float:
-    """About how many seconds all of the kernels take to be timed, on a device that is cool at first."""
+    """About how many seconds all of the kernels take to be timed, on a device that is cool at first, and which has run
+    none of this package's own."""
     found_s, warm_ms = 0.0, TuningGpuClock.WARM_MS
     for kernel in kernels:
-        found_s += _SET_UP_S
+        found_s += _SET_UP_S + COMPILE_S * (device == "cuda" and is_own(kernel.shape))
         if device == "cpu":
             found_s += _takes_on_cpu_s(kernel.us)
         elif kernel.us > HOT_US:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
 from weaveopt.autotune.asked_kernels import AskedKernel, AskedPrices
 from weaveopt.autotune.device_class import device_class
+from weaveopt.autotune.kernel_calls import is_own
 from weaveopt.autotune.kernel_exchange import KernelExchange, NoAgreementError
 from weaveopt.autotune.kernel_store import KernelStore, LeftKernel, can_read, folder_of
 from weaveopt.autotune.kernel_timing import KernelTimings, take_all_s, time_kernels
@@ -201,12 +202,16 @@ class _Tuning:
         if self._prices is None:
             return
         began = time.perf_counter()
-        order = lacking
+        order, left = lacking, list[KernelShape]()
         if take_all_s(lacking, self._device.type) > budget_s:  # else their order is of no matter
             weighed = self._prices.weighed(lacking, self._context.machine.relative_error, _WEIGHING * budget_s)
             order = sorted(weighed, key=lambda each: each.worth, reverse=True)
+            # Triton compiles for longer than all else here takes: for a choice, not for a better price.
+            left = [each.shape for each in order if is_own(each.shape) and each.is_known and not each.loss_us]
+            order = [each for each in order if each.shape not in left]
         rest_s = budget_s - (time.perf_counter() - began)
-        self._timings = time_kernels(order, self._device, rest_s, _weight_bytes(self._captured))
+        timings = time_kernels(order, self._device, rest_s, _weight_bytes(self._captured))
+        self._timings = replace(timings, left=(*timings.left, *left))
 
     def _budget_s(self) -> float:
         fixed_s = SECONDS_A_STAND_IN if self._context.machine.stands_in else SECONDS_A_GRAPH

@@ -1,4 +1,4 @@
-"""What rules ask of the compile of graphs that hold their operators."""
+"""Requests of rules to the compile of graphs that hold their operators."""
 
 from __future__ import annotations
 

@@ -68,13 +68,26 @@ def levers(report: Report) -> tuple[Lever, ...]:
 
 
 def _stake_us(decision: Decision) -> float:
-    """Communication that nothing hides, as chosen; of a local site that is left, all of its time."""
+    """Communication that nothing hides, as chosen; of a local site that is left for other reasons than prices, all of
+    its time."""
     estimate = decision.chosen.estimate
     if estimate is None:
         return 0.0
     if decision.site.groups:
         return estimate.exposed_us * decision.site.count
-    return 0.0 if decision.rewritten else estimate.us * decision.site.count
+    return 0.0 if decision.rewritten or is_fastest(decision) else estimate.us * decision.site.count
+
+
+def is_fastest(decision: Decision) -> bool:
+    """True if a local site is left and nothing but prices is against its candidates."""
+    others = [each for each in decision.alternatives if each.choice != LEAVE]
+    is_left = not decision.rewritten and not decision.site.groups
+    return is_left and bool(others) and all(map(_is_priced, others))
+
+
+def _is_priced(candidate: Candidate) -> bool:
+    """True if nothing is against a candidate but its price."""
+    return candidate.estimate is not None and {each.code for each in candidate.rejections} <= SLOWER
 
 
 def _levers_of(decision: Decision, here: list[Candidate], report: Report) -> Iterator[tuple[Hashable, Lever]]:
@@ -84,7 +97,7 @@ def _levers_of(decision: Decision, here: list[Candidate], report: Report) -> Ite
         return
     if decision.rewritten:
         return
-    priced = [each for each in here if each.estimate is not None and {r.code for r in each.rejections} <= SLOWER]
+    priced = [each for each in here if _is_priced(each)]
     if decision.site.rejections:
         reason = decision.site.rejections[0]
         yield (reason.code, reason.message), Lever(f"{reason.code}: {reason.message}")

@@ -13,7 +13,7 @@ from weaveopt.records.candidate import LEAVE
 from weaveopt.records.report import GraphReport, Report
 from weaveopt.reporting import generation, sections
 from weaveopt.reporting.headline import Standing, headline_line, machine_line, standing
-from weaveopt.reporting.levers import lever_lines
+from weaveopt.reporting.levers import is_fastest, lever_lines
 from weaveopt.reporting.terminal import to_text, width_of
 from weaveopt.reporting.text import Row, fallback_lines, rows_of
 from weaveopt.reporting.timeline import title, total
@@ -60,12 +60,15 @@ def _graph(graph: GraphReport, report: Report, width: int) -> Iterator[Renderabl
     name = f" ({graph.name})" if len(report.graphs) > 1 else ""
     yield Text(f"{title(graph)}{name}", style="bold")
     rows = rows_of(graph)
+    num_fastest = sum(row.count for row in rows if is_fastest(row.decisions[0]))
+    rows = tuple(row for row in rows if not is_fastest(row.decisions[0]))
     yield _table(_cells(rows), width)
     weights = [(d.rewritten, d.site.count * len(d.site.collectives)) for d in graph.decisions]
     num, rewritten = sum(n for _, n in weights), sum(n for done, n in weights if done)
     uncounted = [row for row in rows if standing(row.decisions[0]) is not Standing.COUNTS]
     note = "; (…) is not in the next line's first figure" if uncounted else ""
-    yield Text(f"{counted(num, 'collective')}: {rewritten} rewritten, {num - rewritten} left{note}")
+    fastest = f"; {counted(num_fastest, 'local site')} left" if num_fastest else ""
+    yield Text(f"{counted(num, 'collective')}: {rewritten} rewritten, {num - rewritten} left{fastest}{note}")
     yield Text(headline_line(graph, report.machine), style="bold")
 
 

@@ -1,4 +1,4 @@
-"""Weights of several linear layers one after the other in one piece of memory, where one GEMM multiplies by all.
+"""Weights of several linear layers, moved so that they are adjacent in memory and one GEMM multiplies by all.
 
 Parameters keep their identity, shape and values: each becomes a view of its part, and what it occupied before is free
 again. So optimizers, `state_dict` and updates in place go on as they did. Weights whose memory anything else refers to
@@ -25,14 +25,14 @@ def num_apart() -> int:
 
 
 def note_apart(weights: Sequence[Tensor]) -> None:
-    """Takes the weights of a call that did not lie one after the other."""
+    """Takes the weights of a call that were not adjacent."""
     global _num_apart
     kept = _kept.get(weights[0].data_ptr())
     _num_apart += kept is None or kept.expired()
 
 
 def joined(weights: Sequence[Tensor]) -> Tensor | None:
-    """`torch.cat(weights)` without a copy; None if they do not lie one after the other in one storage."""
+    """`torch.cat(weights)` without a copy; None if they are not adjacent, in this order, in one storage."""
     first = weights[0]
     storage = first.untyped_storage().data_ptr()
     for before, after in pairwise(weights):
@@ -45,7 +45,7 @@ def joined(weights: Sequence[Tensor]) -> Tensor | None:
 
 
 def adjoin(weights: Sequence[Tensor]) -> str:
-    """Moves weights of equal rows one after the other; returns why they stay where they are, empty if they lie so now.
+    """Makes weights of equal rows adjacent; returns why they stay where they are, empty if they are adjacent now.
 
     While they are moved they take their memory twice.
     """
