@@ -36,7 +36,7 @@ def _compiled_anew() -> None:
 
 
 def parameters(model: Projected) -> list[Tensor]:
-    return [layer.weight for layer in model.layers]
+    return [parameter for name, parameter in model.named_parameters() if name.endswith("weight")]
 
 
 def options(**more: object) -> dict[str, object]:

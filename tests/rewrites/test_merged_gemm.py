@@ -16,6 +16,7 @@ import weaveopt
 from tests.graphs.preview import previewed
 from weaveopt.backend import weave
 from weaveopt.errors import WeaveError
+from weaveopt.inductor import prepared_inputs
 from weaveopt.ops.merged_gemm.adjacent import adjoin, joined, num_apart
 from weaveopt.records.report import Decision, GraphReport
 from weaveopt.rewrites import RULES
@@ -280,6 +281,20 @@ def test_weights_that_are_replaced_join_again() -> None:
     for each in weights(model):
         each.mul_(-3.0)
     torch.testing.assert_close(call(x), model(x))
+
+
+def test_weights_that_are_others_in_every_call_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with parameters that are loaded for each call: to move them takes longer than it saves."""
+    monkeypatch.setattr(prepared_inputs, "MOST_TIMES", 3)
+    model, x = Projected(), torch.randn(2, 3, 16)
+    call = compiled(model, strict=False)
+    for times in range(6):
+        for each in weights(model):
+            each.data = torch.randn_like(each)
+        torch.testing.assert_close(call(x), model(x))
+        assert (joined(weights(model)) is not None) == (times < 3), times
+    [fallback] = weaveopt.report(model).fallbacks
+    assert fallback.error == "the inputs were others in 3 calls"
 
 
 def test_weights_that_cannot_be_moved_are_reported_once() -> None:

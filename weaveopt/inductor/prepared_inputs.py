@@ -17,6 +17,8 @@ from weaveopt.records.inductor_hooks import InductorHook, InputHook
 Compiled = Callable[..., object]
 Note = Callable[[str], None]
 """Gets why the inputs of a call were not prepared."""
+MOST_TIMES = 256
+"""Calls of one compiled graph after which its inputs are prepared; more than the layers that it may serve."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ def prepared(compiled: object, calls: Sequence[PreparedCall], note: Note) -> obj
 
     They are before the first call, and after one in which the operator found them unprepared: one compiled graph may
     serve several layers and models, and their parameters may be replaced. A call that a CUDA graph captures prepares
-    nothing: memory of its own would be part of the graph. `note` gets each reason once.
+    nothing: memory of its own would be part of the graph. Inputs that are others in each call are left after
+    `MOST_TIMES`. `note` gets each reason once.
     """
     if not calls:
         return compiled
@@ -55,20 +58,25 @@ def prepared(compiled: object, calls: Sequence[PreparedCall], note: Note) -> obj
     hooks = tuple(dict.fromkeys(call.hook for call in calls))
     positions = tuple(dict.fromkeys(at for call in calls for each in call.arguments for at in _positions_in(each)))
     noted: set[str] = set()
-    is_first = True
+    times = 0
 
     def prepare(inputs: Sequence[object]) -> None:
-        by_position = dict(zip(positions, inputs, strict=True))
-        reasons = {why for call in calls if (why := call.prepare(by_position))}
+        nonlocal times
+        times += 1
+        if times > MOST_TIMES:
+            reasons = {f"the inputs were others in {MOST_TIMES} calls"} if times == MOST_TIMES + 1 else set()
+        else:
+            by_position = dict(zip(positions, inputs, strict=True))
+            reasons = {why for call in calls if (why := call.prepare(by_position))}
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # memory that inputs no longer occupy is of no size that others ask for
         for why in sorted(reasons - noted):
             note(why)
         noted.update(reasons)
 
     def run(inputs: list[object]) -> object:
-        nonlocal is_first
         taken = [inputs[at] for at in positions]  # the callee empties the list
-        if is_first and not _is_captured():
-            is_first = False
+        if not times and not _is_captured():
             prepare(taken)
         before = [hook.num_unprepared() for hook in hooks]
         result = compiled(inputs)

@@ -15,6 +15,8 @@ UNMEASURED = frozenset(("not_measured", "contention_not_measured", "beyond_measu
 """Codes of candidates that lack a measurement and nothing else."""
 SHOWN_US = 0.05
 """Smallest time that is not shown as 0.0."""
+OVERLAPS = "overlaps"
+"""Code of candidates whose nodes another rewrite replaces."""
 SLOWER = frozenset(("no_saving", "library_faster", "slower_algorithm", "slower_candidate", "slower_variant"))
 
 
@@ -79,15 +81,15 @@ def _stake_us(decision: Decision) -> float:
 
 
 def is_fastest(decision: Decision) -> bool:
-    """True if a local site is left and nothing but prices is against its candidates."""
+    """True if a local site is left and nothing is against its candidates but prices, or rewrites of the same nodes."""
     others = [each for each in decision.alternatives if each.choice != LEAVE]
     is_left = not decision.rewritten and not decision.site.groups
-    return is_left and bool(others) and all(map(_is_priced, others))
+    return is_left and bool(others) and all(_is_priced(each, SLOWER | {OVERLAPS}) for each in others)
 
 
-def _is_priced(candidate: Candidate) -> bool:
-    """True if nothing is against a candidate but its price."""
-    return candidate.estimate is not None and {each.code for each in candidate.rejections} <= SLOWER
+def _is_priced(candidate: Candidate, but_for: frozenset[str] = SLOWER) -> bool:
+    """True if nothing is against a candidate but what these codes name."""
+    return candidate.estimate is not None and {each.code for each in candidate.rejections} <= but_for
 
 
 def _levers_of(decision: Decision, here: list[Candidate], report: Report) -> Iterator[tuple[Hashable, Lever]]:
