@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from weaveopt.autotune.asked_kernels import AskedKernel
 from weaveopt.autotune.kernel_timing import KernelTimings, TuningGpuClock, take_all_s, time_kernels
 from weaveopt.cost_model.timed import KernelShape
 from weaveopt.measure.clock import HOT_US, OTHER_US, CudaClock, Launch, Sample
+from weaveopt.records.price import Price, Uncertainty
 
 SAVED_US = 0.5
 """How much shorter a call is that follows one of the same kernel."""
@@ -106,6 +108,28 @@ def test_all_kernels_take_as_long_as_each(device: str, clock: Simulated) -> None
         assert time_kernels(kernels_of(5000.0), torch.device("cpu"), each_s[-1] * 0.99, 1 << 20).left
     else:
         assert kernel_timing._takes_s(kernels_of(5000.0)[0], clock) == pytest.approx(each_s[-1])
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_own_kernels_are_timed_where_a_choice_turns_on_them(turns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles for longer than all else takes; of kernels that nothing is known of the time alone decides."""
+    us = Price(5.0, lambda: Uncertainty({"own": 0.5}))
+    unknown = Price(5.0, lambda: Uncertainty({"other": 5.0}))
+    own = AskedKernel(KernelShape("attention masked", "bfloat16", 8, (1, 2, 3)), us)
+    strange = AskedKernel(KernelShape("attention paged", "bfloat16", 8, (1, 2, 3)), unknown)
+    gemm, timed = kernels_of(3.0)[0], list[AskedKernel]()
+
+    def time_them(order: Sequence[AskedKernel], *_: object) -> KernelTimings:
+        timed.extend(order)
+        return KernelTimings(())
+
+    monkeypatch.setattr(tune, "time_kernels", time_them)
+    monkeypatch.setattr(tune, "_weight_bytes", lambda _: 1)
+    tuning = mock.Mock(_device=torch.device("cuda"))
+    tuning._prices.weighed.return_value = (replace(own, loss_us=0.4 * turns), strange, gemm)
+    tune._Tuning._time(tuning, (own, strange, gemm), 0.5)
+    assert {each.shape for each in timed} == {*([own.shape] if turns else []), strange.shape, gemm.shape}
+    assert tuning._timings.left == (() if turns else (own.shape,))
 
 
 @pytest.mark.parametrize("budget_s, is_weighed", [(100.0, False), (0.001, True)])

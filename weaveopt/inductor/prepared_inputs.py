@@ -13,6 +13,7 @@ import torch.fx as fx
 from torch.fx.node import Argument
 
 from weaveopt.records.inductor_hooks import InductorHook, InputHook
+from weaveopt.wording import counted
 
 Compiled = Callable[..., object]
 Note = Callable[[str], None]
@@ -64,7 +65,7 @@ def prepared(compiled: object, calls: Sequence[PreparedCall], note: Note) -> obj
         nonlocal times
         times += 1
         if times > MOST_TIMES:
-            reasons = {f"the inputs were others in {MOST_TIMES} calls"} if times == MOST_TIMES + 1 else set()
+            reasons = {f"the inputs were others in {counted(MOST_TIMES, 'call')}"} if times == MOST_TIMES + 1 else set()
         else:
             by_position = dict(zip(positions, inputs, strict=True))
             reasons = {why for call in calls if (why := call.prepare(by_position))}
