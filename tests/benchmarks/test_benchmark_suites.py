@@ -31,7 +31,7 @@ NUM_CASES = {
     (GPU, "gemm_all_reduce"): 20, (GPU, "gemm_reduce_scatter"): 20, (GPU, "generate"): 12, (GPU, "hosts_gpu"): 24,
     (GPU, "llama_layers"): 8, (GPU, "moe_blocks"): 12, (GPU, "moe_experts"): 48, (GPU, "moe_layers"): 7,
     (GPU, "moe_sharded"): 80, (GPU, "next_token"): 5, (GPU, "overlap_shapes"): 66, (GPU, "paged_attention"): 16,
-    (GPU, "paged_prompts"): 14, (GPU, "prediction"): 3,
+    (GPU, "merged_gemm"): 45, (GPU, "paged_prompts"): 14, (GPU, "prediction"): 3,
     (GPU, "step_kernels"): 2, (GPU, "training_step"): 6, (GPU, "token_split_gpu"): 24, (CPU, "token_split_hosts"): 3,
     (CPU, "unseen_shapes"): 10, (GPU, "unseen_shapes"): 40,
 }  # fmt: skip
