@@ -30,7 +30,7 @@ from weaveopt.graph.pattern import SHAPE_ONLY, is_call
 from weaveopt.graph.splice import call_after, current, fake_mode_of, last_of, replace_uses
 from weaveopt.inductor.calls import GEMM, MEMORY, GemmCall, MemoryCall
 from weaveopt.inductor.kernels import KernelContext
-from weaveopt.ops.merged_gemm.adjacent import adjoin, num_apart
+from weaveopt.ops.merged_gemm.adjacent import adjoin, keep_in_place, num_apart
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Term
 from weaveopt.records.inductor_hooks import InputHook
 from weaveopt.records.site import DTYPE_BYTES, TokenCounts
@@ -92,7 +92,7 @@ class MergedGemm:
         return (f"{RULE}: GEMMs of other sizes sum in another order",)
 
     def inductor_hooks(self) -> Sequence[InputHook]:
-        return (InputHook(MERGED, _adjoin_operands, num_apart),)
+        return (InputHook(MERGED, _adjoin_operands, num_apart, keep_in_place),)
 
 
 def _adjoin_operands(arguments: Sequence[object]) -> str:
@@ -116,7 +116,9 @@ def _values_of_views(graph: fx.Graph, node: fx.Node, part: fx.Node) -> dict[fx.N
     with fake_mode_of(graph) or nullcontext():
         for each in _views_of(node):
             try:
-                found[each] = each.target(*map_arg(each.args, lambda one: found.get(one, one.meta["val"])))  # type: ignore[operator]
+                found[each] = each.target(  # type: ignore[operator]
+                    *map_arg(each.args, lambda one: found.get(one, one.meta["val"])), **each.kwargs
+                )
             except RuntimeError:  # a view of these strides would need a copy
                 return None
     del found[node]

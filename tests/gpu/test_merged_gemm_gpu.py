@@ -139,6 +139,29 @@ def test_a_kept_state_dict_keeps_its_memory() -> None:
     assert fallback.step == "first call" and "share the weights' memory" in fallback.error
 
 
+@torch.no_grad()
+def test_a_captured_graph_keeps_its_weights() -> None:
+    """A graph that was captured with weights apart, and another one that would make them adjacent."""
+    model, decoded = Projected(False, torch.bfloat16), torch.randn(1, 9, 2048, dtype=torch.bfloat16, device="cuda")
+    left = torch.compile(lambda x: model(x), backend="weave", options=options(force=[], disable=[RULE]))
+    for _ in range(3):
+        left(decoded)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = left(decoded)
+    x = torch.randn(1, 300, 2048, dtype=torch.bfloat16, device="cuda")
+    merging = torch.compile(lambda x: model(x), backend="weave", options=options(strict=False))
+    for _ in range(2):
+        torch.testing.assert_close(merging(x), model(x), rtol=2e-2, atol=2e-2)
+    assert joined(parameters(model)) is None
+    for each in model.parameters():
+        each.mul_(0.5)
+    decoded.normal_()
+    graph.replay()
+    torch.testing.assert_close(out, model(decoded), rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "mixtral", "deepseek_v3"])
 def test_generate_makes_the_same_tokens(family: str) -> None:
     model, inputs = build(family).cuda(), {name: each.cuda() for name, each in ragged().items()}

@@ -234,11 +234,20 @@ def test_cpu_ranks_have_no_such_sites() -> None:
     assert decisions(previewed(three, (x, *each), machine="cpu", static=True)) == []
 
 
-def test_training_leaves_weights_where_they_are() -> None:
-    model = Projected()
+@pytest.mark.parametrize("has_cuda", [False, True])
+def test_training_leaves_weights_where_they_are(has_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where each graph is watched for being captured."""
+    monkeypatch.setattr(prepared_inputs, "_has_cuda", lambda: has_cuda)
+    monkeypatch.setattr(prepared_inputs, "_is_captured", lambda: False)
+    model, plain = Projected(), Projected()
+    plain.load_state_dict(model.state_dict())
     places = [each.data_ptr() for each in weights(model)]
     with torch.enable_grad():
-        compiled(model)(torch.randn(2, 3, 16)).sum().backward()  # type: ignore[attr-defined]
+        x = torch.randn(2, 3, 16)
+        compiled(model)(x).sum().backward()  # type: ignore[attr-defined]
+        plain(x).sum().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
     assert [each.data_ptr() for each in weights(model)] == places
     found = [each for graph in weaveopt.report(model).graphs for each in graph.decisions if each.site.kind == KIND]
     assert found and all(each.site.rejections[0].code == "training" for each in found)
@@ -295,6 +304,35 @@ def test_weights_that_are_others_in_every_call_are_left(monkeypatch: pytest.Monk
         assert (joined(weights(model)) is not None) == (times < 3), times
     [fallback] = weaveopt.report(model).fallbacks
     assert fallback.error == "the inputs were others in 3 calls"
+
+
+def test_what_a_cuda_graph_reads_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that was captured replays with the addresses that it saw, whichever other graph would move them."""
+    captures = [True]
+    monkeypatch.setattr(prepared_inputs, "_has_cuda", lambda: True)
+    monkeypatch.setattr(prepared_inputs, "_is_captured", lambda: captures[0])
+    model, x = Projected(), torch.randn(2, 3, 16)
+    left = torch.compile(
+        lambda x: model(x), backend=partial(weave, options={"disable": [RULE]}, rules=ON_CPU)
+    )  # fmt: skip
+    torch.testing.assert_close(left(x), model(x))
+    captures[0] = False
+    places = [each.data_ptr() for each in weights(model)]
+    call = torch.compile(model, backend=partial(weave, options={"force": [RULE]}, rules=ON_CPU))
+    for _ in range(2):
+        torch.testing.assert_close(call(x), model(x))
+    assert [each.data_ptr() for each in weights(model)] == places
+    assert "a CUDA graph reads" in weaveopt.report(model).fallbacks[0].error
+    another = Projected()
+    torch.testing.assert_close(compiled(another)(x), another(x))
+    assert joined(weights(another)) is not None
+
+
+def test_what_fails_while_weights_are_moved_costs_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Projected(), torch.randn(2, 3, 16)
+    monkeypatch.setattr(torch._C, "_storage_Use_Count", None)
+    torch.testing.assert_close(compiled(model, strict=False)(x), model(x))
+    assert "TypeError" in weaveopt.report(model).fallbacks[0].error
 
 
 def test_weights_that_cannot_be_moved_are_reported_once() -> None:

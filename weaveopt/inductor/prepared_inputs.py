@@ -31,7 +31,10 @@ class PreparedCall:
 
     def prepare(self, inputs: Mapping[int, object]) -> str:
         """Gives the arguments to the hook, from inputs by their positions."""
-        return self.hook.prepare([_filled(each, inputs) for each in self.arguments])
+        try:
+            return self.hook.prepare([_filled(each, inputs) for each in self.arguments])
+        except Exception as error:  # the graph runs without it
+            return f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
 
 
 def calls_in(graph: fx.Graph, hooks: Sequence[InductorHook]) -> tuple[PreparedCall, ...]:
@@ -45,18 +48,21 @@ def calls_in(graph: fx.Graph, hooks: Sequence[InductorHook]) -> tuple[PreparedCa
     return tuple(found)
 
 
-def prepared(compiled: object, calls: Sequence[PreparedCall], note: Note) -> object:
+def prepared(
+    compiled: object, calls: Sequence[PreparedCall], hooks: Sequence[InductorHook], note: Note
+) -> object:  # fmt: skip
     """`compiled`, which takes its inputs as one list, with the inputs of `calls` prepared.
 
     They are before the first call, and after one in which the operator found them unprepared: one compiled graph may
     serve several layers and models, and their parameters may be replaced. A call that a CUDA graph captures prepares
-    nothing: memory of its own would be part of the graph. Inputs that are others in each call are left after
-    `MOST_TIMES`. `note` gets each reason once.
+    nothing: memory of its own would be part of the graph. What such a graph reads stays where it is, for whatever
+    graph. Inputs that are others in each call are left after `MOST_TIMES`. `note` gets each reason once.
     """
-    if not calls:
+    every = tuple(hook for hook in hooks if isinstance(hook, InputHook))
+    if not calls and not (every and _has_cuda()):
         return compiled
     assert callable(compiled), f"Inductor returned a {type(compiled).__name__}"
-    hooks = tuple(dict.fromkeys(call.hook for call in calls))
+    asked = tuple(dict.fromkeys(call.hook for call in calls))
     positions = tuple(dict.fromkeys(at for call in calls for each in call.arguments for at in _positions_in(each)))
     noted: set[str] = set()
     times = 0
@@ -76,12 +82,16 @@ def prepared(compiled: object, calls: Sequence[PreparedCall], note: Note) -> obj
         noted.update(reasons)
 
     def run(inputs: list[object]) -> object:
+        if _is_captured():
+            for hook in every:
+                hook.keep(inputs)
+            return compiled(inputs)
         taken = [inputs[at] for at in positions]  # the callee empties the list
-        if not times and not _is_captured():
+        if calls and not times:
             prepare(taken)
-        before = [hook.num_unprepared() for hook in hooks]
+        before = [hook.num_unprepared() for hook in asked]
         result = compiled(inputs)
-        if before != [hook.num_unprepared() for hook in hooks] and not _is_captured():
+        if before != [hook.num_unprepared() for hook in asked]:
             prepare(taken)
         return result
 
@@ -89,8 +99,12 @@ def prepared(compiled: object, calls: Sequence[PreparedCall], note: Note) -> obj
     return run
 
 
+def _has_cuda() -> bool:
+    return torch.cuda.is_available()
+
+
 def _is_captured() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return _has_cuda() and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def compile_graph(
     if tracing is not None and tracing.output_strides:
         tracing.output_strides.clear()  # a compile of the same graph that is not used left them
     with keeping(order) if order else nullcontext(), _compiler_settings_kept():
-        return prepared(compile_fx_inner(module, inputs, **arguments), calls, note)  # type: ignore[arg-type]
+        return prepared(compile_fx_inner(module, inputs, **arguments), calls, hooks, note)  # type: ignore[arg-type]
 
 
 def compile_alone(

@@ -7,6 +7,7 @@ again. So optimizers, `state_dict` and updates in place go on as they did. Weigh
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -16,7 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 Tensor = torch.Tensor
 _kept: dict[int, StorageWeakRef] = {}
 """Memory of the first of weights that could not be moved, by its address."""
+_captured: dict[int, StorageWeakRef] = {}
+"""Memory that CUDA graphs read, by its address."""
 _num_apart = 0
+_moving = threading.Lock()
 
 
 def num_apart() -> int:
@@ -29,6 +33,14 @@ def note_apart(weights: Sequence[Tensor]) -> None:
     global _num_apart
     kept = _kept.get(weights[0].data_ptr())
     _num_apart += kept is None or kept.expired()
+
+
+def keep_in_place(tensors: Sequence[object]) -> None:
+    """Takes what a CUDA graph reads: it replays with these addresses, so weights among them are not moved any more."""
+    for each in tensors:
+        if isinstance(each, Tensor):
+            storage = each.untyped_storage()
+            _captured[storage.data_ptr()] = StorageWeakRef(storage)
 
 
 def joined(weights: Sequence[Tensor]) -> Tensor | None:
@@ -49,13 +61,20 @@ def adjoin(weights: Sequence[Tensor]) -> str:
 
     While they are moved they take their memory twice.
     """
-    if joined(weights) is not None:
-        return ""
-    if why := next((why for each in weights if (why := _kept_by(each))), ""):
-        for address in [address for address, storage in _kept.items() if storage.expired()]:
-            del _kept[address]
-        _kept[weights[0].data_ptr()] = StorageWeakRef(weights[0].untyped_storage())
+    with _moving:
+        if joined(weights) is not None:
+            return ""
+        why = next((why for each in weights if (why := _kept_by(each))), "") or _moved(weights)
+        if why:
+            for known in (_kept, _captured):
+                for address in [address for address, storage in known.items() if storage.expired()]:
+                    del known[address]
+            _kept[weights[0].data_ptr()] = StorageWeakRef(weights[0].untyped_storage())
         return why
+
+
+def _moved(weights: Sequence[Tensor]) -> str:
+    """Move weights; returns why not, if there is no memory for it."""
     with torch.inference_mode(False), torch.no_grad():
         first = weights[0]
         try:
@@ -65,12 +84,14 @@ def adjoin(weights: Sequence[Tensor]) -> str:
         except torch.OutOfMemoryError:
             return "there is no memory to move the weights in"
         parts = memory.split([each.shape[0] for each in weights])
+        before = [each.untyped_storage() for each in weights]
         for weight, part in zip(weights, parts, strict=True):
             part.copy_(weight)
-        if memory.is_cuda:
-            torch.cuda.synchronize(memory.device)  # other streams may still read the weights where they were
         for weight, part in zip(weights, parts, strict=True):
             weight.data = part
+        if memory.is_cuda:
+            torch.cuda.synchronize(memory.device)  # other streams may still read the weights where they were
+        del before
     return ""
 
 
@@ -79,6 +100,9 @@ def _kept_by(weight: Tensor) -> str:
     if weight.is_inference():
         return "the weights were made in inference mode"
     storage = weight.untyped_storage()
+    captured = _captured.get(storage.data_ptr())
+    if captured is not None and not captured.expired():
+        return "a CUDA graph reads the weights where they are"
     if weight.storage_offset() or storage.nbytes() != weight.nbytes or not weight.is_contiguous():
         return "the weights are parts of other tensors"
     if _references(weight) > _references(torch.empty(1)):
