@@ -237,7 +237,7 @@ def test_cpu_ranks_have_no_such_sites() -> None:
 @pytest.mark.parametrize("has_cuda", [False, True])
 def test_training_leaves_weights_where_they_are(has_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where each graph is watched for being captured."""
-    monkeypatch.setattr(prepared_inputs, "_has_cuda", lambda: has_cuda)
+    monkeypatch.setattr(prepared_inputs, "runs_on_gpu", lambda _: has_cuda)
     monkeypatch.setattr(prepared_inputs, "_is_captured", lambda: False)
     model, plain = Projected(), Projected()
     plain.load_state_dict(model.state_dict())
@@ -309,7 +309,7 @@ def test_weights_that_are_others_in_every_call_are_left(monkeypatch: pytest.Monk
 def test_what_a_cuda_graph_reads_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph that was captured replays with the addresses that it saw, whichever other graph would move them."""
     captures = [True]
-    monkeypatch.setattr(prepared_inputs, "_has_cuda", lambda: True)
+    monkeypatch.setattr(prepared_inputs, "runs_on_gpu", lambda _: True)
     monkeypatch.setattr(prepared_inputs, "_is_captured", lambda: captures[0])
     model, x = Projected(), torch.randn(2, 3, 16)
     left = torch.compile(

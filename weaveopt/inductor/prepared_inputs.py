@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 import torch.fx as fx
 from torch.fx.node import Argument
 
+from weaveopt.graph.facts import runs_on_gpu
 from weaveopt.records.inductor_hooks import InductorHook, InputHook
 from weaveopt.wording import counted
 
@@ -37,33 +39,42 @@ class PreparedCall:
             return f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
 
 
-def calls_in(graph: fx.Graph, hooks: Sequence[InductorHook]) -> tuple[PreparedCall, ...]:
+@dataclass(frozen=True)
+class InputRequests:
+    """What the operators of a graph ask for its inputs."""
+
+    calls: tuple[PreparedCall, ...]
+    hooks: tuple[InputHook, ...]
+    """Those of all rules."""
+    on_gpu: bool
+    """True if CUDA graphs may capture the graph."""
+
+
+def requests_in(graph: fx.Graph, hooks: Sequence[InductorHook]) -> InputRequests:
     """The calls of operators that have an `InputHook`, in graph order."""
     position = {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
-    found = []
-    for hook in hooks:
-        if isinstance(hook, InputHook):
-            for node in graph.find_nodes(op="call_function", target=hook.op):
-                found.append(PreparedCall(hook, tuple(_positions(each, position) for each in node.args)))
-    return tuple(found)
+    every, calls = tuple(hook for hook in hooks if isinstance(hook, InputHook)), []
+    for hook in every:
+        for node in graph.find_nodes(op="call_function", target=hook.op):
+            calls.append(PreparedCall(hook, tuple(_positions(each, position) for each in node.args)))
+    return InputRequests(tuple(calls), every, runs_on_gpu(graph))
 
 
-def prepared(
-    compiled: object, calls: Sequence[PreparedCall], hooks: Sequence[InductorHook], note: Note
-) -> object:  # fmt: skip
-    """`compiled`, which takes its inputs as one list, with the inputs of `calls` prepared.
+def prepared(compiled: object, requests: InputRequests, note: Note) -> object:
+    """`compiled`, which takes its inputs as one list, with inputs prepared as `requests` say.
 
-    They are before the first call, and after one in which the operator found them unprepared: one compiled graph may
+    They are before the first call, and after one in which an operator found them unprepared: one compiled graph may
     serve several layers and models, and their parameters may be replaced. A call that a CUDA graph captures prepares
     nothing: memory of its own would be part of the graph. What such a graph reads stays where it is, for whatever
     graph. Inputs that are others in each call are left after `MOST_TIMES`. `note` gets each reason once.
     """
-    every = tuple(hook for hook in hooks if isinstance(hook, InputHook))
-    if not calls and not (every and _has_cuda()):
+    calls, on_gpu = requests.calls, requests.on_gpu
+    if not calls and not (requests.hooks and on_gpu):
         return compiled
     assert callable(compiled), f"Inductor returned a {type(compiled).__name__}"
     asked = tuple(dict.fromkeys(call.hook for call in calls))
     positions = tuple(dict.fromkeys(at for call in calls for each in call.arguments for at in _positions_in(each)))
+    take = itemgetter(*positions) if len(positions) > 1 else lambda inputs: tuple(inputs[at] for at in positions)
     noted: set[str] = set()
     times = 0
 
@@ -75,19 +86,21 @@ def prepared(
         else:
             by_position = dict(zip(positions, inputs, strict=True))
             reasons = {why for call in calls if (why := call.prepare(by_position))}
-            if torch.cuda.is_available() and torch.cuda.is_initialized():
+            if on_gpu:
                 torch.cuda.empty_cache()  # memory that inputs no longer occupy is of no size that others ask for
         for why in sorted(reasons - noted):
             note(why)
         noted.update(reasons)
 
     def run(inputs: list[object]) -> object:
-        if _is_captured():
-            for hook in every:
+        if on_gpu and _is_captured():
+            for hook in requests.hooks:
                 hook.keep(inputs)
             return compiled(inputs)
-        taken = [inputs[at] for at in positions]  # the callee empties the list
-        if calls and not times:
+        if not calls:
+            return compiled(inputs)
+        taken = take(inputs)  # the callee empties the list
+        if not times:
             prepare(taken)
         before = [hook.num_unprepared() for hook in asked]
         result = compiled(inputs)
@@ -99,12 +112,8 @@ def prepared(
     return run
 
 
-def _has_cuda() -> bool:
-    return torch.cuda.is_available()
-
-
 def _is_captured() -> bool:
-    return _has_cuda() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from weaveopt.config import Config
 from weaveopt.errors import OptionError
 from weaveopt.inductor.one_row_gemm import store_rows
 from weaveopt.inductor.order import keeping
-from weaveopt.inductor.prepared_inputs import Note, calls_in, prepared
+from weaveopt.inductor.prepared_inputs import Note, prepared, requests_in
 from weaveopt.records.inductor_hooks import InductorHook, ReuseHook, ReusePredicate
 from weaveopt.records.order import ANY_ORDER, Order
 
@@ -111,12 +111,12 @@ def compile_graph(
     for hook in hooks:
         if isinstance(hook, ReuseHook):
             _keep_from_reuse(hook.op, hook.keeps)
-    calls = calls_in(module.graph, hooks)
+    requests = requests_in(module.graph, hooks)
     tracing = TracingContext.try_get()
     if tracing is not None and tracing.output_strides:
         tracing.output_strides.clear()  # a compile of the same graph that is not used left them
     with keeping(order) if order else nullcontext(), _compiler_settings_kept():
-        return prepared(compile_fx_inner(module, inputs, **arguments), calls, hooks, note)  # type: ignore[arg-type]
+        return prepared(compile_fx_inner(module, inputs, **arguments), requests, note)  # type: ignore[arg-type]
 
 
 def compile_alone(

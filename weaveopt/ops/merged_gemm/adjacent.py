@@ -37,6 +37,7 @@ def note_apart(weights: Sequence[Tensor]) -> None:
 
 def keep_in_place(tensors: Sequence[object]) -> None:
     """Takes what a CUDA graph reads: it replays with these addresses, so weights among them are not moved any more."""
+    _forget_expired(_captured)
     for each in tensors:
         if isinstance(each, Tensor):
             storage = each.untyped_storage()
@@ -66,11 +67,14 @@ def adjoin(weights: Sequence[Tensor]) -> str:
             return ""
         why = next((why for each in weights if (why := _kept_by(each))), "") or _moved(weights)
         if why:
-            for known in (_kept, _captured):
-                for address in [address for address, storage in known.items() if storage.expired()]:
-                    del known[address]
+            _forget_expired(_kept)
             _kept[weights[0].data_ptr()] = StorageWeakRef(weights[0].untyped_storage())
         return why
+
+
+def _forget_expired(known: dict[int, StorageWeakRef]) -> None:
+    for address in [address for address, storage in known.items() if storage.expired()]:
+        del known[address]
 
 
 def _moved(weights: Sequence[Tensor]) -> str:
