@@ -41,7 +41,7 @@ class PreparedCall:
 
 @dataclass(frozen=True)
 class InputRequests:
-    """What the operators of a graph ask for its inputs."""
+    """Requests of a graph's operators for its inputs."""
 
     calls: tuple[PreparedCall, ...]
     hooks: tuple[InputHook, ...]
