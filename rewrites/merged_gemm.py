@@ -31,13 +31,14 @@ from weaveopt.graph.splice import call_after, current, fake_mode_of, last_of, re
 from weaveopt.inductor.calls import GEMM, MEMORY, GemmCall, MemoryCall
 from weaveopt.inductor.kernels import KernelContext
 from weaveopt.ops.merged_gemm.adjacent import adjoin, keep_in_place, num_apart
-from weaveopt.records.candidate import Candidate, Estimate, Fabric, Term
+from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term
 from weaveopt.records.inductor_hooks import InputHook
 from weaveopt.records.site import DTYPE_BYTES, TokenCounts
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.projections.matcher import KIND, ProjectionFacts, Projections
 
 RULE = "merged_gemm"
+ALIGNED_BYTES = 16
 aten = torch.ops.aten
 MERGED = torch.ops.weave.merged_linear.default
 _VIEWS = SHAPE_ONLY | {aten.permute.default, aten.transpose.int, aten.slice.Tensor}
@@ -53,6 +54,8 @@ class MergedGemm:
         self, found: FoundSite, tokens: TokenCounts, context: Context, usable_only: bool = False
     ) -> Sequence[Proposal]:
         facts, structure = _site(found)
+        if against := _against(facts):
+            return () if usable_only else (Proposal(Candidate(RULE, Fabric.LIBRARY, rejections=against)),)
         surroundings = KernelContext.of(context.machine, context.topologies.values())
         columns = sum(facts.widths)
         gemm = Gemm(tokens.hint, facts.k, columns, "rc addmm" if facts.has_bias else "rc")
@@ -103,6 +106,16 @@ def _adjoin_operands(arguments: Sequence[object]) -> str:
         if tensors and (why := adjoin(tensors)):
             return why
     return ""
+
+
+def _against(facts: ProjectionFacts) -> tuple[Rejection, ...]:
+    """Weights begin at addresses that kernels of Inductor and of libraries take to be aligned."""
+    item_bytes, (*before_last, _) = DTYPE_BYTES[facts.dtype], facts.widths
+    sizes = [columns * item_bytes * (1 if facts.has_bias else facts.k) for columns in before_last]
+    if all(size % ALIGNED_BYTES == 0 for size in sizes):
+        return ()
+    message = f"weights and biases, one after the other, begin at multiples of {ALIGNED_BYTES} bytes"
+    return (Rejection("not_aligned", message, (("columns", " + ".join(map(str, facts.widths))), ("k", facts.k))),)
 
 
 def _reaches_output(node: fx.Node) -> bool:

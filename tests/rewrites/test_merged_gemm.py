@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import weaveopt
 from tests.graphs.preview import previewed
@@ -141,11 +147,63 @@ def test_weights_next_to_each_other_by_chance_are_not_joined() -> None:
     """Memory of two storages is no tensor."""
     memory = torch.randn(40, 16)
     parts = [memory[:32], memory[32:]]
-    assert joined(parts) is not None
-    assert joined(parts[::-1]) is None
-    assert joined([memory[:32], memory[33:]]) is None
+    assert joined(parts) is None
     apart = [torch.from_dlpack(each.numpy()) for each in parts]
     assert apart[1].data_ptr() == apart[0].data_ptr() + apart[0].nbytes and joined(apart) is None
+
+
+def test_some_of_the_weights_and_other_partners() -> None:
+    """Graphs of one model may merge other sets: neighbors are adjacent too, and nothing is moved to and fro."""
+    model, other = Projected(), nn.Linear(16, 8, bias=False)
+    q, k, v = weights(model)
+    assert adjoin([q, k, v]) == ""
+    for few in ([q, k], [k, v]):
+        found = joined(few)
+        assert found is not None and torch.equal(found, torch.cat(few)) and adjoin(few) == ""
+    places = [each.data_ptr() for each in (q, k, v)]
+    for few in ([q, v], [k, q], [q, other.weight], [v, other.weight]):
+        assert joined(few) is None and "adjacent to others" in adjoin(few)
+    assert [each.data_ptr() for each in (q, k, v)] == places
+
+
+def test_memory_is_free_once_no_weight_lives() -> None:
+    model = Projected()
+    adjoin(weights(model))
+    whole = joined(weights(model))
+    assert whole is not None
+    memory = StorageWeakRef(whole.untyped_storage())
+    last = model.layers[2].weight
+    del whole, model
+    assert not memory.expired() and torch.isfinite(last).all()
+    del last
+    assert memory.expired()
+
+
+def test_checkpoints_hold_every_weight(tmp_path: Path) -> None:
+    """Libraries that save take tensors of one storage for one tensor, and drop all but the first."""
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=100,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    before = copy.deepcopy(model.state_dict())
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        assert not adjoin([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+        assert not adjoin([mlp.gate_proj.weight, mlp.up_proj.weight])
+    num_bytes = sum(each.nbytes for each in model.parameters())
+    Accelerator(cpu=True).save_model(model, str(tmp_path / "accelerate"))
+    model.save_pretrained(tmp_path / "transformers")
+    safetensors.torch.save_model(model, str(tmp_path / "model.safetensors"))
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    assert (tmp_path / "state.pt").stat().st_size < 1.2 * num_bytes
+    files = ("accelerate/model.safetensors", "transformers/model.safetensors", "model.safetensors")
+    found = [*(safetensors.torch.load_file(tmp_path / each) for each in files), torch.load(tmp_path / "state.pt")]
+    for state in found:
+        assert state.keys() == before.keys()
+        assert all(torch.equal(state[name], each) for name, each in before.items())
+    restored = pickle.loads(pickle.dumps(model)).state_dict()
+    assert all(torch.equal(restored[name], each) for name, each in before.items())
 
 
 def test_no_memory_to_move_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +285,25 @@ def test_places_that_look_alike() -> None:
     biased = lambda x, b, c, d, e: (F.linear(x, b, c).sin(), F.linear(x, d, e).sin())  # noqa: E731
     assert sites(biased, x, narrow, bias, narrow.clone(), bias.clone()) == 1
     assert sites(lambda x, a, b: (F.linear(x, a).sin(), F.linear(x.view(8, 4096), b).sin()), x, wide, narrow) == 1
+
+
+@pytest.mark.parametrize(("columns", "hidden", "bias", "fits"), [
+    (509, 4096, False, True), (509, 4096, True, False), (512, 4095, False, True), (509, 4095, False, False),
+])  # fmt: skip
+def test_weights_begin_at_aligned_addresses(columns: int, hidden: int, bias: bool, fits: bool) -> None:
+    """Inductor copies inputs that it does not find aligned, in every call."""
+    x = torch.empty(8, hidden, dtype=torch.bfloat16)
+    each = [torch.empty(n, hidden, dtype=torch.bfloat16) for n in (columns, 512)]
+    biases = [torch.empty(n, dtype=torch.bfloat16) for n in (columns, 512)] if bias else [None, None]
+
+    def run(x: Tensor, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor | None) -> tuple[Tensor, Tensor]:
+        return F.linear(x, a, c).sin(), F.linear(x, b, d).sin()
+
+    given = [x, *each, *(one for one in biases if one is not None)]
+    fn = run if bias else lambda x, a, b: run(x, a, b, None, None)
+    [decision] = decisions(gpu_report(fn, *given))
+    codes = {reason.code for other in decision.alternatives for reason in other.rejections}
+    assert ("not_aligned" in codes) is not fits, decision
 
 
 def test_cpu_ranks_have_no_such_sites() -> None:

@@ -1,8 +1,10 @@
 """Weights of several linear layers, moved so that they are adjacent in memory and one GEMM multiplies by all.
 
-Parameters keep their identity, shape and values: each becomes a view of its part, and what it occupied before is free
-again. So optimizers, `state_dict` and updates in place go on as they did. Weights whose memory anything else refers to
-(a `state_dict` that is kept, flat buffers of FSDP, another merge) stay where they are.
+Parameters keep their identity, shape and values, and what they occupied before is free again. Each has a storage of its
+own, which covers its part of the common memory and nothing else: code that saves checkpoints takes tensors of one
+storage for one tensor, and drops all but the first. So optimizers, `state_dict`, files and updates in place go on as
+they did. Weights whose memory anything else refers to (a `state_dict` that is kept, flat buffers of FSDP, weights that
+are adjacent to others already) stay where they are.
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ from itertools import pairwise
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 Tensor = torch.Tensor
+_memories: dict[int, StorageWeakRef] = {}
+"""Common memory that each moved weight is in, by the weight's address. It is free once none of them lives."""
 _kept: dict[int, StorageWeakRef] = {}
 """Memory of the first of weights that could not be moved, by its address."""
 _captured: dict[int, StorageWeakRef] = {}
@@ -45,16 +50,24 @@ def keep_in_place(tensors: Sequence[object]) -> None:
 
 
 def joined(weights: Sequence[Tensor]) -> Tensor | None:
-    """`torch.cat(weights)` without a copy; None if they are not adjacent, in this order, in one storage."""
+    """`torch.cat(weights)` without a copy; None if `adjoin` did not make them adjacent in this order."""
     first = weights[0]
-    storage = first.untyped_storage().data_ptr()
-    for before, after in pairwise(weights):
-        follows = after.data_ptr() == before.data_ptr() + before.nbytes
-        if not follows or after.untyped_storage().data_ptr() != storage or not before.is_contiguous():
-            return None
-    if not weights[-1].is_contiguous():
+    if len(weights) == 1:
+        return first
+    memory = _memories.get(first.data_ptr())
+    if memory is None or not all(each.is_contiguous() for each in weights):
         return None
-    return first.as_strided((sum(each.shape[0] for each in weights), *first.shape[1:]), first.stride())
+    for before, after in pairwise(weights):
+        other = _memories.get(after.data_ptr())
+        follows = after.data_ptr() == before.data_ptr() + before.nbytes
+        if other is None or other.cdata != memory.cdata or not follows:
+            return None
+    storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
+    if storage is None:
+        return None
+    begin = (first.data_ptr() - storage.data_ptr()) // first.itemsize
+    sizes = (sum(each.shape[0] for each in weights), *first.shape[1:])
+    return torch.empty(0, dtype=first.dtype, device=first.device).set_(storage, begin, sizes, first.stride())
 
 
 def adjoin(weights: Sequence[Tensor]) -> str:
@@ -87,12 +100,15 @@ def _moved(weights: Sequence[Tensor]) -> str:
             )
         except torch.OutOfMemoryError:
             return "there is no memory to move the weights in"
-        parts = memory.split([each.shape[0] for each in weights])
+        # Of a capsule each gets a storage that begins and ends with it, and keeps the memory.
+        parts = [from_dlpack(to_dlpack(each)) for each in memory.split([each.shape[0] for each in weights])]
         before = [each.untyped_storage() for each in weights]
         for weight, part in zip(weights, parts, strict=True):
             part.copy_(weight)
+        _forget_expired(_memories)
         for weight, part in zip(weights, parts, strict=True):
             weight.data = part
+            _memories[part.data_ptr()] = StorageWeakRef(memory.untyped_storage())
         if memory.is_cuda:
             torch.cuda.synchronize(memory.device)  # other streams may still read the weights where they were
         del before
@@ -107,6 +123,9 @@ def _kept_by(weight: Tensor) -> str:
     captured = _captured.get(storage.data_ptr())
     if captured is not None and not captured.expired():
         return "a CUDA graph reads the weights where they are"
+    memory = _memories.get(weight.data_ptr())
+    if memory is not None and not memory.expired():
+        return "the weights are adjacent to others already"
     if weight.storage_offset() or storage.nbytes() != weight.nbytes or not weight.is_contiguous():
         return "the weights are parts of other tensors"
     if _references(weight) > _references(torch.empty(1)):
