@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -62,7 +63,7 @@ def joined(weights: Sequence[Tensor]) -> Tensor | None:
         follows = after.data_ptr() == before.data_ptr() + before.nbytes
         if other is None or other.cdata != memory.cdata or not follows:
             return None
-    storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
+    storage = cast("torch.UntypedStorage | None", torch.UntypedStorage._new_with_weak_ptr(memory.cdata))
     if storage is None:
         return None
     begin = (first.data_ptr() - storage.data_ptr()) // first.itemsize
