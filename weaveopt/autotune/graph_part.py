@@ -76,7 +76,10 @@ class GraphPart:
             else:
                 flat = torch.full((storage,), value.dtype is torch.bool, dtype=value.dtype, device=value.device)
             shape, strides = (_numbers(each, self.sizes) for each in (value.shape, value.stride()))
-            made.append(flat.as_strided(shape, strides))
+            # No view of `flat`, which would live on as its base: each input alone has its memory, as parameters do.
+            made.append(
+                torch.empty(0, dtype=flat.dtype, device=flat.device).set_(flat.untyped_storage(), 0, shape, strides)
+            )
         return made
 
 

@@ -29,23 +29,21 @@ Tensor = torch.Tensor
 
 def merged_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
     """See the module's docstring."""
-    out = _result(x, weights, biases)
     with torch._C._AutoDispatchBelowAutograd():
-        weight, bias = joined(weights), joined(biases) if biases else None
-        if weight is not None and (bias is not None or not biases):
-            return _linear(x, weight, bias, out)
+        weight, bias = joined(weights) if weights else None, joined(biases) if biases else None
+        fits = weight is not None and x.ndim == 2 and x.shape[1] == weight.shape[1] and (bias is None) is (not biases)
+        if weight is not None and fits and (bias is None or bias.shape[0] == weight.shape[0]):
+            return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+        out, end = _result(x, weights, biases), 0
         note_apart(weights if weight is None else biases)
-        end = 0
         for index, each in enumerate(weights):
             begin, end = end, end + each.shape[0]
-            _linear(x, each, biases[index] if biases else None, out[:, begin:end])
+            part = out[:, begin:end]
+            if biases:
+                torch.addmm(biases[index], x, each.t(), out=part)
+            else:
+                torch.mm(x, each.t(), out=part)
     return out
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    if bias is None:
-        return torch.mm(x, weight.t(), out=out)
-    return torch.addmm(bias, x, weight.t(), out=out)
 
 
 def _result(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
