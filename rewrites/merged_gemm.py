@@ -8,10 +8,10 @@ Fused::
 
     q, k, v = merged_linear(x, [wq, wk, wv]).split(columns, dim=1)
 
-Every GEMM takes a few microseconds to start and to end, and one with few columns fills few of a GPU's processors: with
-few rows the three take two to three times as long as one. For that its weights have to be adjacent in memory. They are
-moved once, before the graph's first call (`ops.merged_gemm.adjacent`), and stay the model's parameters; weights that
-cannot be moved are multiplied one by one, as before, and the report says why.
+Every GEMM takes time to start and to end, and one with few columns fills few of a GPU's processors: with few rows one
+GEMM is faster than three. For that its weights have to be adjacent in memory. They are moved once, before the graph's
+first call (`ops.merged_gemm.adjacent`), and stay the model's parameters; weights that cannot be moved are multiplied
+one by one, as before, and the report says why.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.fx.node import map_arg
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.cost_model import Gemm
 from weaveopt.graph.pattern import SHAPE_ONLY, is_call
-from weaveopt.graph.splice import call_after, current, fake_mode_of, last_of, replace_uses
+from weaveopt.graph.splice import call_after, current_node, fake_mode_of, last_of, replace_uses
 from weaveopt.inductor.calls import GEMM, MEMORY, GemmCall, MemoryCall
 from weaveopt.inductor.kernels import KernelContext
 from weaveopt.ops.merged_gemm.adjacent import adjoin, keep_in_place, num_apart
@@ -39,6 +39,7 @@ from weaveopt.sites.projections.matcher import KIND, ProjectionFacts, Projection
 
 RULE = "merged_gemm"
 ALIGNED_BYTES = 16
+"""Inductor copies inputs that begin at other addresses, in every call."""
 aten = torch.ops.aten
 MERGED = torch.ops.weave.merged_linear.default
 _VIEWS = SHAPE_ONLY | {aten.permute.default, aten.transpose.int, aten.slice.Tensor}
@@ -76,7 +77,7 @@ class MergedGemm:
     def replace(self, graph: fx.Graph, chosen: Chosen, placement: Placement, context: Context) -> tuple[str, ...]:
         facts, structure = _site(chosen.found)
         first = structure.gemms[0]
-        x, biases = _node(first.a), [each.bias for each in structure.gemms if each.bias is not None]
+        x, biases = current_node(first.a), [each.bias for each in structure.gemms if each.bias is not None]
         position = last_of(graph, [x])
         merged = call_after(graph, position, MERGED, (x, list(structure.weights), biases), like=first.node)
         ends = (0, *accumulate(facts.widths))
@@ -109,7 +110,7 @@ def _adjoin_operands(arguments: Sequence[object]) -> str:
 
 
 def _against(facts: ProjectionFacts) -> tuple[Rejection, ...]:
-    """Weights begin at addresses that kernels of Inductor and of libraries take to be aligned."""
+    """Reason against weights or biases of which some would not be aligned."""
     item_bytes, (*before_last, _) = DTYPE_BYTES[facts.dtype], facts.widths
     sizes = [columns * item_bytes * (1 if facts.has_bias else facts.k) for columns in before_last]
     if all(size % ALIGNED_BYTES == 0 for size in sizes):
@@ -150,9 +151,3 @@ def _site(found: FoundSite) -> tuple[ProjectionFacts, Projections]:
     facts, structure = found.facts, found.structure
     assert isinstance(facts, ProjectionFacts) and isinstance(structure, Projections), f"{found.site.id}: no GEMMs"
     return facts, structure
-
-
-def _node(node: fx.Node) -> fx.Node:
-    found = current(node)
-    assert isinstance(found, fx.Node)
-    return found

@@ -20,7 +20,7 @@ import torch.fx as fx
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.graph.sizes import argument_of, viewed_as
-from weaveopt.graph.splice import call_after, current, erase_dead, last_of, replace_uses
+from weaveopt.graph.splice import call_after, current_node, erase_dead, last_of, replace_uses
 from weaveopt.ops.gemm_comm.all_gather.call import AllGatherGemmCall
 from weaveopt.ops.gemm_comm.all_gather.op import SITES
 from weaveopt.ops.gemm_comm.all_gather.prices import candidates
@@ -62,10 +62,10 @@ class AllGatherGemm:
         form = form_of(facts, structure, facts.world)
         assert isinstance(form, AllGatherGemmMatch), f"{chosen.found.site.id}: {form}"
         call = _call(chosen, context, placement.channel)
-        shard = _node(structure.shard)
-        b = [_node(gemm.b) for gemm in form.gemms]
+        shard = current_node(structure.shard)
+        b = [current_node(gemm.b) for gemm in form.gemms]
         added = [gemm.bias if gemm.bias is not None else gemm.addend for gemm in form.gemms]
-        addends = [None if each is None else _node(each) for each in added]
+        addends = [None if each is None else current_node(each) for each in added]
         outer = argument_of(graph, form.outer)
         operands = [shard, *b, *(each for each in addends if each is not None)]
         position = last_of(graph, [*operands, *((outer,) if isinstance(outer, fx.Node) else ())])
@@ -106,9 +106,3 @@ def _call(chosen: Chosen, context: Context, channel: int = 0) -> AllGatherGemmCa
         returns_rows=facts.gathered_is_read,
         cut=lowered.cut,
     )
-
-
-def _node(node: fx.Node) -> fx.Node:
-    found = current(node)
-    assert isinstance(found, fx.Node)
-    return found

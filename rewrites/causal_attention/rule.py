@@ -21,7 +21,7 @@ import torch.fx as fx
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.graph.pattern import is_call, tensor_of
-from weaveopt.graph.splice import call_after, current, erase_dead, last_of, replace_uses
+from weaveopt.graph.splice import call_after, current_node, erase_dead, last_of, replace_uses
 from weaveopt.inductor.kernels import KernelContext
 from weaveopt.ops.attention.gpu import lacks_triton
 from weaveopt.ops.attention.shapes import RANGE_ROWS
@@ -110,15 +110,9 @@ def _as_it_left(graph: fx.Graph, made: fx.Node, output: fx.Node) -> fx.Node:
     return copy
 
 
-def _node(node: fx.Node) -> fx.Node:
-    found = current(node)
-    assert isinstance(found, fx.Node)
-    return found
-
-
 def _operands(graph: fx.Graph, nodes: AttentionNodes, lowered: CausalAttentionPlan) -> tuple[fx.Node, fx.Node, fx.Node]:
     """Query, keys and values; without the keys after the last that some query reads."""
-    query, key, value = (_node(each) for each in (nodes.form.query, nodes.key, nodes.value))
+    query, key, value = (current_node(each) for each in (nodes.form.query, nodes.key, nodes.value))
     if lowered.num_keys:
         position = last_of(graph, [query, key, value])
         key = call_after(graph, position, aten.slice.Tensor, (key, 2, 0, lowered.num_keys), like=key)
@@ -139,15 +133,15 @@ def _masked(graph: fx.Graph, nodes: AttentionNodes, lowered: CausalAttentionPlan
     mask = ranges = None
     if lowered.reads_mask:
         assert nodes.reading.admitted is not None
-        mask = _node(nodes.reading.admitted)
+        mask = current_node(nodes.reading.admitted)
         if nodes.reading.is_inverted:
             mask = _negated(graph, mask)
         while is_call(mask, _EXPANDED) and _keeps_dims(mask):
-            mask = _node(mask.args[0])  # type: ignore[arg-type]  # one row of booleans for all that share it
+            mask = current_node(mask.args[0])  # type: ignore[arg-type]  # one row of booleans for all that share it
         mask = _with_four_dims(graph, mask)
         ranges = _ranges(graph, mask)
         positions += [mask, ranges]
-    sinks = None if nodes.form.sinks is None else _node(nodes.form.sinks)
+    sinks = None if nodes.form.sinks is None else current_node(nodes.form.sinks)
     if sinks is not None:
         positions.append(sinks)
     arguments = (query, key, value, mask, ranges, sinks, nodes.form.scale, nodes.form.softcap, lowered.causal)

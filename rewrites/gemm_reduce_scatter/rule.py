@@ -24,7 +24,7 @@ import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.cost_model import Gemm
 from weaveopt.graph.pattern import tensor_of
 from weaveopt.graph.sizes import argument_of, find_shape, inputs_of, viewed_as
-from weaveopt.graph.splice import call_after, current, erase_dead, last_of, replace_uses
+from weaveopt.graph.splice import call_after, current_node, erase_dead, last_of, replace_uses
 from weaveopt.ops.gemm_comm.prices import GemmCommPlan
 from weaveopt.ops.gemm_comm.reduce_scatter.call import GemmReduceScatterCall
 from weaveopt.ops.gemm_comm.reduce_scatter.op import SITES
@@ -71,16 +71,16 @@ class GemmReduceScatter:
         assert isinstance(form, GemmReduceScatterMatch), f"{chosen.found.site.id}: {form}"
         call = _call(chosen, context, placement.channel)
         first = structure.collectives[0]
-        a = [_node(gemm.a) for gemm in form.gemms]
-        b = [_node(gemm.b) for gemm in form.gemms]
-        addends = [_rows(graph, _node(node), form) for node in form.addends]
+        a = [current_node(gemm.a) for gemm in form.gemms]
+        b = [current_node(gemm.b) for gemm in form.gemms]
+        addends = [_rows(graph, current_node(node), form) for node in form.addends]
         outer = argument_of(graph, form.outer)
         operands = [*a, *b, *addends, *((outer,) if isinstance(outer, fx.Node) else ())]
         target = torch.ops.weave.gemm_reduce_scatter.default
         position = last_of(graph, operands)
         fused = call_after(graph, position, target, (a, b, addends, outer, call.encode()), like=first)
         result = viewed_as(graph, fused, form.shape, like=form.result)
-        for residual in map(_node, form.residuals):
+        for residual in map(current_node, form.residuals):
             result = _added(graph, result, residual, form)
         replace_uses(graph, form.result, result)
         if any(user.op == "output" for user in first.users):  # a backward pass reads it, as it is before the wait
@@ -116,12 +116,6 @@ def _call(chosen: Chosen, context: Context, channel: int = 0) -> GemmReduceScatt
         columns=facts.dim == -1,
         cut=lowered.cut,
     )
-
-
-def _node(node: fx.Node) -> fx.Node:
-    found = current(node)
-    assert isinstance(found, fx.Node)
-    return found
 
 
 def _rows(graph: fx.Graph, addend: fx.Node, form: GemmReduceScatterMatch) -> fx.Node:

@@ -22,7 +22,7 @@ import torch.fx as fx
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.cost_model.mixture import WIDE
 from weaveopt.graph.pattern import tensor_of
-from weaveopt.graph.splice import call_after, current, erase_dead, last_of, replace_uses
+from weaveopt.graph.splice import call_after, current_node, erase_dead, last_of, replace_uses
 from weaveopt.graph.values import shape_of
 from weaveopt.inductor.kernels import KernelContext
 from weaveopt.ops.experts.activation import Activation
@@ -76,15 +76,15 @@ class MoeFused:
             ),
             table=tuple((row.max_tokens, _KERNELS[row.variant]) for row in candidate.table[:-1]),
         )
-        x = _node(experts.x)
+        x = current_node(experts.x)
         operands = [
             x,
-            _by_token(graph, _node(experts.experts), experts.num_choices),
-            _by_token(graph, _node(experts.weights), experts.num_choices),
+            _by_token(graph, current_node(experts.experts), experts.num_choices),
+            _by_token(graph, current_node(experts.weights), experts.num_choices),
             _weight(graph, experts.up),
-            None if experts.up.bias is None else _node(experts.up.bias),
+            None if experts.up.bias is None else current_node(experts.up.bias),
             _weight(graph, experts.down),
-            None if experts.down.bias is None else _node(experts.down.bias),
+            None if experts.down.bias is None else current_node(experts.down.bias),
         ]
         target = torch.ops.weave.moe_experts.default
         position = last_of(graph, [each for each in operands if each is not None])
@@ -105,12 +105,6 @@ def _site(found: FoundSite) -> tuple[MixtureFacts, Experts]:
     return facts, experts
 
 
-def _node(node: fx.Node) -> fx.Node:
-    found = current(node)
-    assert isinstance(found, fx.Node)
-    return found
-
-
 def _by_token(graph: fx.Graph, node: fx.Node, choices: int) -> fx.Node:
     """[tokens, choices] of what may have other dimensions."""
     value = tensor_of(node)
@@ -122,7 +116,7 @@ def _by_token(graph: fx.Graph, node: fx.Node, choices: int) -> fx.Node:
 
 def _weight(graph: fx.Graph, linear: Linear) -> fx.Node:
     """[experts, out, in], a view where the model keeps it transposed."""
-    weight = _node(linear.weight)
+    weight = current_node(linear.weight)
     if not linear.transposed:
         return weight
     return call_after(graph, last_of(graph, [weight]), aten.permute.default, (weight, [0, 2, 1]), like=weight)

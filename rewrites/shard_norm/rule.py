@@ -35,7 +35,7 @@ import torch.fx as fx
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.graph.sizes import argument_of, viewed_as
-from weaveopt.graph.splice import current, erase_dead, replace_uses
+from weaveopt.graph.splice import current_node, erase_dead, replace_uses
 from weaveopt.ops.gemm_comm.all_gather.call import AllGatherGemmCall
 from weaveopt.ops.gemm_comm.all_gather.op import SITES as GATHERS
 from weaveopt.ops.gemm_comm.reduce_scatter.call import GemmReduceScatterCall, GemmReduceScatterNormCall
@@ -147,13 +147,13 @@ class ShardNorm:
         rank = context.topologies[facts.group].group.rank
         tokens = argument_of(graph, form.tokens)
         shards = Shards.of(graph, like, rank, facts.world, facts.hidden, tokens, lowered.is_padded)
-        residuals = [shards.local_rows(_node(residual)) for residual in reduced.residuals]
+        residuals = [shards.local_rows(current_node(residual)) for residual in reduced.residuals]
 
-        same = [_node(node) for _, node in _replicated(reduced, lowered)]
+        same = [current_node(node) for _, node in _replicated(reduced, lowered)]
         x, rows = _first_half(shards, reduced, form, calls, residuals, same)
 
-        weights = [_node(gemm.b) for gemm in form.readers]
-        biases = [None if each is None else _node(each) for each in form.biases]
+        weights = [current_node(gemm.b) for gemm in form.readers]
+        biases = [None if each is None else current_node(each) for each in form.biases]
         made = shards.call(weave.all_gather_gemm.default, rows, weights, biases, 1, calls.gather.encode())
         for index, gemm in enumerate(form.readers, start=1):
             replace_uses(graph, gemm.node, shards.cut(shards.call(operator.getitem, made, index)))
@@ -166,7 +166,7 @@ class ShardNorm:
             replace_uses(graph, reduced.total, viewed_as(graph, whole, form.shape, like=reduced.total))
         erase_dead(graph, chosen.proposal.consumes | reduced.passed | structure.gemm_nodes)
         for residual in reduced.residuals:
-            shards.drop_full_size(_node(residual))
+            shards.drop_full_size(current_node(residual))
         return _rounding(facts, structure, lowered)
 
 
@@ -180,22 +180,22 @@ def _first_half(
 ) -> tuple[fx.Node, fx.Node]:
     """The sum, of this rank's rows or as the kernel with the norm returns it, and this rank's rows normalized;
     `residuals`: this rank's rows of each."""
-    a = [shards.filled(_node(gemm.a)) for gemm in form.gemms]
-    b = [_node(gemm.b) for gemm in form.gemms]
+    a = [shards.filled(current_node(gemm.a)) for gemm in form.gemms]
+    b = [current_node(gemm.b) for gemm in form.gemms]
     if calls.normed is not None:
         [left], [right], [residual] = a, b, residuals
-        weight = None if form.norm.weight is None else _node(form.norm.weight)
+        weight = None if form.norm.weight is None else current_node(form.norm.weight)
         op, text = weave.gemm_reduce_scatter_norm.default, calls.normed.encode()
         made = shards.call(op, left, right, residual, weight, text, same)
         return shards.call(operator.getitem, made, 1), shards.call(operator.getitem, made, 0)
-    addends = [_node(each) for each in form.addends]
+    addends = [current_node(each) for each in form.addends]
     x = shards.call(weave.gemm_reduce_scatter.default, a, b, addends, 1, calls.scatter.encode(), same)
     for bias in reduced.biases:
-        x = shards.call(aten.add.Tensor, x, _node(bias))
+        x = shards.call(aten.add.Tensor, x, current_node(bias))
     if reduced.scale != 1.0:
         x = shards.call(aten.mul.Tensor, x, reduced.scale)
     if reduced.scale_tensor is not None:
-        x = shards.call(aten.mul.Tensor, x, _node(reduced.scale_tensor))
+        x = shards.call(aten.mul.Tensor, x, current_node(reduced.scale_tensor))
     if reduced.post is not None:
         x = shards.normalized(reduced.post, x)
     for residual in residuals:
@@ -279,12 +279,6 @@ def _against_pushed(found: FoundSite, form: ShardNormMatch) -> Sequence[Rejectio
 
 
 _SYMBOLIC = Rejection("symbolic_tokens", "the kernel is planned for one token count, and this graph's is symbolic")
-
-
-def _node(node: fx.Node) -> fx.Node:
-    found = current(node)
-    assert isinstance(found, fx.Node)
-    return found
 
 
 def _rounding(facts: ReductionFacts, structure: Reduction, lowered: ShardNormPlan) -> tuple[str, ...]:

@@ -84,7 +84,7 @@ LOADING_S = 2.0
 COMPILING_S = 8.0
 """The same of this package's kernels, which Triton compiles once for a host and keeps."""
 COMPILE_S = 1.0
-"""About how many seconds Triton takes for one of them."""
+"""Seconds that Triton is taken to need for one of them."""
 
 
 class TuningCpuClock(CpuClock):

@@ -39,6 +39,13 @@ def current(argument: Argument) -> Argument:
     return argument
 
 
+def current_node(node: fx.Node) -> fx.Node:
+    """`current` of a node, which is one."""
+    found = current(node)
+    assert isinstance(found, fx.Node), f"{node.name} was replaced by {found!r}"
+    return found
+
+
 def call_after(
     graph: fx.Graph,
     position: fx.Node,

@@ -112,8 +112,8 @@ def fused_kernel(
 ) -> tuple[int, Sample]:
     """Inductor's kernel for static shapes, as (bytes read and written, time).
 
-    What a kernel of many rows reads was just written, and caches hold it; of one of few rows more than half of the time
-    goes to what the kernels before it displaced.
+    Much of what a kernel of many rows reads was just written, and caches hold it; one of few rows waits for what the
+    kernels before it displaced.
     """
     launch, num_bytes = compiled_call(device, kernel, tokens, hidden), kernel.num_bytes(tokens, hidden)
     measure = clock.among_others if num_bytes <= FEW_BYTES else clock.alone

@@ -7,10 +7,9 @@ Shapes: `x` [M, K]; `weights` one or more [N_i, K]; `biases` empty, or a [N_i] f
 result is [M, sum of N_i], contiguous.
 
 Where the weights are adjacent in memory (`adjacent.adjoin`), and the biases too, one GEMM of the library computes all
-columns: three of a decode step's GEMMs take longer to start and to end than to read their weights. Else
-one GEMM for each weight writes its columns. Which of the two runs is looked up in every call, so weights may be
-replaced or moved at any time; a CUDA graph keeps what it captured. The two differ in rounding, as GEMMs of different
-sizes do.
+columns. Else one GEMM for each weight writes its columns. Which of the two runs is looked up in every call, so weights
+may be replaced or moved at any time; a CUDA graph keeps what it captured. The two differ in rounding, as GEMMs of
+different sizes do.
 
 Raises `WeaveError` where shapes contradict one another.
 """

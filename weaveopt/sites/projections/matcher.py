@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from weaveopt.graph.facts import DTYPE_NAMES, count_tokens, module_of
-from weaveopt.graph.pattern import SHAPE_ONLY, is_call, tensor_of
+from weaveopt.graph.pattern import is_call, skip_shapes, tensor_of
 from weaveopt.graph.values import tensors_of
 from weaveopt.records.candidate import Rejection, Values
 from weaveopt.records.site import Site, TokenCounts
@@ -69,7 +69,7 @@ class ProjectionMatcher:
             if gemm is not None and weight is not None and not _is_gathered(gemm.a):
                 value = tensor_of(gemm.a)
                 assert value is not None, f"{gemm.a.name} is no tensor"
-                key = (_under_views(gemm.a), tuple(map(str, value.shape)), value.dtype, gemm.bias is None)
+                key = (skip_shapes(gemm.a), tuple(map(str, value.shape)), value.dtype, gemm.bias is None)
                 by_input.setdefault(key, {}).setdefault(weight, gemm)
         groups = (Projections(tuple(each.values()), tuple(each)) for each in by_input.values() if len(each) > 1)
         return tuple(_found(each, context) for each in groups)
@@ -91,12 +91,6 @@ def _weight_of(gemm: MatchedGemm) -> fx.Node | None:
 def _shape(node: fx.Node) -> Sequence[object]:
     value = tensor_of(node)
     return () if value is None else value.shape
-
-
-def _under_views(node: fx.Node) -> fx.Node:
-    while is_call(node, SHAPE_ONLY):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _is_gathered(node: fx.Node) -> bool:
