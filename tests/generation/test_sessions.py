@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.fx as fx
+from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 import weaveopt
 from tests.graphs.generating import assert_same, build, ours, ragged, steps_of, theirs
 from weaveopt.generation import sessions
+from weaveopt.generation.session import GraphPool
 from weaveopt.integrations.transformers.cache_argument import cache_argument, with_cache
 
 
@@ -102,6 +107,43 @@ def test_weights_that_moved_are_read_where_they_are() -> None:
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0).clone())
     assert_same(ours(model, inputs, "eager"), theirs(model, inputs))
     assert sessions.sessions_of(model)[0] is not before[0]
+
+
+def test_weights_that_a_compiled_graph_moves_in_its_first_call_keep_the_step() -> None:
+    """As `merged_gemm` does on GPUs: parameters keep their identity and values, and have another address."""
+    model, inputs, graphs = build("llama"), ragged(), []
+
+    def moving(module: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        def run(*arguments: object) -> object:
+            if id(module) not in graphs:
+                graphs.append(id(module))
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.clone()
+            return module(*arguments)
+
+        return run
+
+    assert_same(ours(model, inputs, moving), theirs(model, inputs))
+    (session,) = sessions.sessions_of(model)
+    assert len(graphs) == 2, "the prefill is the model's own, and a step is two graphs"
+    assert_same(ours(model, inputs, moving), theirs(model, inputs))
+    assert sessions.sessions_of(model) == (session,) and len(graphs) == 2
+
+
+def test_graphs_share_memory_as_long_as_one_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch asserts that a capture's pool is used by another graph, or is new."""
+    numbers = itertools.count(1)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(numbers)))
+    pool, one, other = GraphPool(), *(torch.nn.Module() for _ in range(2))
+    assert [pool.handle(), pool.handle()] == [(0, 1), (0, 2)], "no graph was captured with the first"
+    for graph in (one, other):
+        pool.add(graph)  # type: ignore[arg-type]
+    del one, graph
+    assert pool.handle() == (0, 2)
+    pool.give_up()
+    assert pool.handle() == pool.handle() == (0, 3), "a failed capture's"
+    del other
+    assert pool.handle() == (0, 4)
 
 
 def test_weights_written_in_place_keep_the_step() -> None:

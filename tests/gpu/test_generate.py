@@ -134,15 +134,14 @@ def test_memory_is_freed_with_the_model() -> None:
         assert len(sessions.sessions_of(model)) == 2
         return weakref.ref(model), torch.cuda.memory_allocated()
 
-    torch.cuda.init()
+    use()  # cuBLAS and cuBLASLt keep a workspace for each stream that they ran on
     gc.collect()
     before = torch.cuda.memory_allocated()
     gone, at_work = use()
     gc.collect()
     assert gone() is None
-    left = torch.cuda.memory_allocated() - before
-    # cuBLAS keeps a workspace for each stream that it ran on.
-    assert left < 40 << 20 and left < at_work, f"{left} bytes stay of {at_work - before}"
+    left, taken = torch.cuda.memory_allocated() - before, at_work - before
+    assert left < taken / 4, f"{left} bytes stay of {taken}"
 
 
 @needs_cuda_part

@@ -40,6 +40,7 @@ FAMILIES = {
     "moe_sharded": re.compile(r"moe_?sharded", re.IGNORECASE),
     "expert_prefetch": re.compile(r"expert_?prefetch", re.IGNORECASE),
     "shard_norm": re.compile(r"(?<![a-z])shard_?norm", re.IGNORECASE),
+    "merged_gemm": re.compile(r"merged_?(gemm|linear)", re.IGNORECASE),
     "token_split": re.compile(r"token_?split", re.IGNORECASE),
     "all_reduce_norm": re.compile(r"(?<!gemm_)all_?reduce_?norm", re.IGNORECASE),
     "moe_experts": re.compile(r"moe_?experts", re.IGNORECASE),
@@ -87,6 +88,7 @@ ROOMS = {
     ),
     "expert_prefetch": ("rewrites/expert_prefetch/", "weaveopt/ops/experts/"),
     "shard_norm": ("rewrites/shard_norm/",),
+    "merged_gemm": ("rewrites/merged_gemm.py", "weaveopt/ops/merged_gemm/"),
     "token_split": ("rewrites/token_split/",),
     "all_reduce_norm": (
         "rewrites/all_reduce_rms_norm/",

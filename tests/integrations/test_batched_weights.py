@@ -18,6 +18,7 @@ from tests.graphs.generating import build
 from tests.graphs.models import FAMILIES, load, one_layer, save
 from tests.graphs.nonempty import some
 from tests.ranks import run_ranks
+from weaveopt.integrations.transformers.kept_managers import follow_weights
 
 LLAMA = one_layer(next(each for each in FAMILIES if each.name == "llama"))
 INPUTS = prompts(3)
@@ -120,6 +121,29 @@ def test_a_kept_manager_drops_steps_captured_with_other_memory(model: PreTrained
     kept(model, compiled())
     assert graph.gone and inputs.graphs.get_graph((-1,)) is None
     model.destroy_cached_continuous_batching_manager()
+
+
+class _Inputs:
+    """transformers' inputs of steps, which keep what was captured."""
+
+    def __init__(self) -> None:
+        self.graphs: dict[int, _Graph] = {}
+
+
+def test_steps_captured_before_a_compiled_graph_moved_weights_go() -> None:
+    """Not those of its own first call, which read the new places."""
+    model, inputs = nn.Linear(4, 4), _Inputs()
+    inputs.graphs[1] = _Graph()
+    follow_weights(model, inputs)
+    assert list(inputs.graphs) == [1], "captured in the first step, after the weights had moved"
+    follow_weights(model, inputs)
+    assert list(inputs.graphs) == [1]
+    model.weight.data = model.weight.data.clone()
+    follow_weights(model, inputs)
+    assert not inputs.graphs
+    inputs.graphs[2] = _Graph()
+    follow_weights(model, inputs)
+    assert list(inputs.graphs) == [2]
 
 
 def test_a_kept_manager_of_another_dtype_is_one_error(caplog: pytest.LogCaptureFixture) -> None:

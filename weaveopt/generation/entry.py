@@ -133,6 +133,7 @@ def _generate(
         ranks.agree_on_randomness(model)
     session.choose(chosen, logits)
     outcome, scores, raw = _decode(model, session, chosen, request, streamer)
+    session.follow_weights()
 
     if request.cache_is_wanted:
         cache_copy.fill(request.cache, session.cache, request.prompt + outcome.num_tokens - 1)

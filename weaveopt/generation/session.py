@@ -22,6 +22,7 @@ from weaveopt.generation.masks import MaskForm
 from weaveopt.generation.ranks import group_name
 from weaveopt.generation.step import Buffers, ChoosingForm, Kept, chooser, run_model
 from weaveopt.inductor.dynamo import forced_eager
+from weaveopt.integrations.transformers.kept_managers import weights_fingerprint
 from weaveopt.records.generation import StepReport
 
 P = ParamSpec("P")
@@ -29,6 +30,28 @@ T = TypeVar("T")
 
 STEPS_BEFORE_CAPTURE = 2
 """Steps of a form that run as they are: the first compiles, the second finds kernels and communicators ready."""
+
+
+class GraphPool:
+    """Memory that captured steps of a model share. Torch frees it with the last of them; its handle is void then."""
+
+    def __init__(self) -> None:
+        self._handle: tuple[int, int] | None = None
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+
+    def handle(self) -> torch.cuda._POOL_HANDLE:
+        """The handle of the graphs that live; a new one if there are none, or after a capture that failed."""
+        if self._handle is None or not len(self._graphs):
+            self._handle = torch.cuda.graph_pool_handle()
+        return cast("torch.cuda._POOL_HANDLE", self._handle)
+
+    def add(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Takes a graph that was captured with the handle."""
+        self._graphs.add(graph)
+
+    def give_up(self) -> None:
+        """Take no further graph into this memory: a capture with the handle has failed."""
+        self._handle = None
 
 
 @dataclass
@@ -56,9 +79,12 @@ class DecodeSession:
         buffers: Buffers,
         backend: Backend | None,
         with_positions: bool,
-        pool: tuple[int, int] | None,
+        pool: GraphPool,
+        weights: int,
     ) -> None:
         self.lock = threading.Lock()
+        self.weights = weights
+        """Fingerprint of the weights' places that captured steps read."""
         self.cache, self.buffers, self.backend = cache, buffers, backend
         self.places = HostOutputs.make(buffers.step_output)
         self._model = weakref.ref(model)
@@ -154,6 +180,17 @@ class DecodeSession:
         chosen.num_uncaptured += 1
         return False
 
+    def follow_weights(self) -> None:
+        """Take the places that the weights have now for those that steps read, since compiled graphs may have moved
+        weights in this call (`weaveopt/inductor/prepared_inputs.py`). Steps captured before go."""
+        model = self._model()
+        assert model is not None, "the session outlived its model"
+        weights = weights_fingerprint(model)
+        if weights != self.weights:
+            self.weights = weights
+            for each in self._forms.values():
+                each.graph, each.num_uncaptured = None, 0
+
     def _step(self, chosen: CapturedStep) -> None:
         model = self._model()
         assert model is not None, "the session outlived its model"
@@ -170,16 +207,17 @@ class DecodeSession:
     def _capture(self, chosen: CapturedStep) -> None:
         """Captured steps do not run; what cannot be captured keeps running as it is, and the report says why."""
         graph = torch.cuda.CUDAGraph()
+        self.follow_weights()
         try:
             # Other threads (NCCL's watchdog, ours) may make CUDA calls meanwhile.
-            with torch.cuda.graph(
-                graph, pool=cast("torch.cuda._POOL_HANDLE | None", self._pool), capture_error_mode="thread_local"
-            ):
+            with torch.cuda.graph(graph, pool=self._pool.handle(), capture_error_mode="thread_local"):
                 self._step(chosen)
         except Exception as error:
             torch.cuda.synchronize()
+            self._pool.give_up()
             chosen.report = replace(chosen.report, not_captured=one_line(error))
             return
+        self._pool.add(graph)
         chosen.graph = graph
         chosen.report = replace(chosen.report, captured=True)
 

@@ -13,7 +13,7 @@ from weaveopt.errors import WeaveError
 from weaveopt.generation import layers
 from weaveopt.generation.compiling import Backend
 from weaveopt.generation.request import GenerationRequest
-from weaveopt.generation.session import DecodeSession
+from weaveopt.generation.session import DecodeSession, GraphPool
 from weaveopt.generation.step import Buffers
 from weaveopt.integrations.transformers.kept_managers import weights_fingerprint
 from weaveopt.integrations.transformers.layer_settings import values_of
@@ -26,8 +26,7 @@ MAX_SESSIONS = 4
 @dataclass
 class _Kept:
     sessions: dict[Hashable, DecodeSession] = field(default_factory=dict)
-    fingerprint: int = 0
-    pool: tuple[int, int] | None = None
+    pool: GraphPool = field(default_factory=GraphPool)
 
 
 _of_model: weakref.WeakKeyDictionary[PreTrainedModel, _Kept] = weakref.WeakKeyDictionary()
@@ -38,15 +37,13 @@ def session_for(
 ) -> DecodeSession | Rejection:
     """The session of this shape; a new one allocates its cache."""
     kept = _of_model.setdefault(model, _Kept())
-    fingerprint = weights_fingerprint(model)
-    if fingerprint != kept.fingerprint:
-        # Captured steps and compiled ones read the weights where they were.
-        kept.sessions.clear()
-        kept.fingerprint = fingerprint
+    weights = weights_fingerprint(model)
+    # Captured steps and compiled ones read the weights where they were.
+    kept.sessions = {key: session for key, session in kept.sessions.items() if session.weights == weights}
     key = _key(model, request, backend)
     session = kept.sessions.pop(key, None)
     if session is None:
-        made = _make(model, request, backend, kept)
+        made = _make(model, request, backend, kept.pool, weights)
         if isinstance(made, Rejection):
             return made
         session = made
@@ -68,18 +65,16 @@ def forget(model: PreTrainedModel) -> None:
 
 
 def _make(
-    model: PreTrainedModel, request: GenerationRequest, backend: Backend | None, kept: _Kept
+    model: PreTrainedModel, request: GenerationRequest, backend: Backend | None, pool: GraphPool, weights: int
 ) -> DecodeSession | Rejection:
     device = model.device
-    if device.type == "cuda" and kept.pool is None:
-        kept.pool = torch.cuda.graph_pool_handle()
     buffers = Buffers.make(request.batch, request.slots, device)
     cache = layers.make(model.config.get_text_config(decoder=True), request.slots, buffers.length)
     if isinstance(cache, Rejection):
         return cache
     if backend is not None and request.batch == 1 and device.type == "cuda" and not _routes(model):
         backend = backend.for_one_row()
-    session = DecodeSession(model, cache, buffers, backend, request.positions, kept.pool)
+    session = DecodeSession(model, cache, buffers, backend, request.positions, pool, weights)
     try:
         session.allocate(model)
     except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:

@@ -1,6 +1,6 @@
 """transformers' loop of continuous batching, watched: the steps it made, and the rank whose loss ended it.
 
-`install` wraps two methods of transformers' classes. Loops whose steps this backend does not compile run as they are.
+`install` wraps three methods of transformers' classes. Loops whose steps this backend does not compile run as they are.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 
 from weaveopt.errors import PeerTimeoutError, WeaveError
 from weaveopt.fabrics import topology
-from weaveopt.integrations.transformers.kept_managers import KeptProcessor, begin_loop, check_dtype
+from weaveopt.integrations.transformers.kept_managers import KeptProcessor, begin_loop, check_dtype, follow_weights
 from weaveopt.records.generation import BatchedPath, BatchingReport
 
 VARLEN, BLOCK_TABLES = "varlen", "block_tables"
@@ -57,6 +57,13 @@ class Processor(KeptProcessor, Protocol):
     """transformers' ContinuousBatchProcessor; in asynchronous loops `inputs_and_outputs` holds two pairs."""
 
     cb_config: BatchingConfig
+
+
+class CapturingRunner(Protocol):
+    """transformers' ModelRunner, which runs and captures steps, those of the warm-up too."""
+
+    cb_config: BatchingConfig
+    inputs_and_outputs: Any
 
 
 class Manager(Protocol):
@@ -111,9 +118,11 @@ def install() -> None:
         ContinuousBatchingManager,
         ContinuousBatchProcessor,
     )
+    from transformers.generation.continuous_batching.model_runner import ModelRunner
 
     body: Callable[..., bool] = ContinuousBatchingManager._generation_loop_body
     step: Callable[..., None] = ContinuousBatchProcessor._generation_step
+    compute: Callable[..., None] = ModelRunner.compute_batch
 
     @functools.wraps(body)
     def watched_body(self: Manager, batch_processor: Processor, bootstrapping: bool) -> bool:
@@ -149,6 +158,14 @@ def install() -> None:
         counts.num_steps += 1
         counts.overlapped |= bool(self.cb_config.use_async_batching)
 
+    @functools.wraps(compute)
+    def watched_compute(self: CapturingRunner, model: torch.nn.Module, batch_data: dict[str, object]) -> None:
+        num_graphs = _num_graphs()
+        compute(self, model, batch_data)
+        if _num_graphs() != num_graphs and _is_ours(self.cb_config):
+            follow_weights(model, self.inputs_and_outputs)
+
+    ModelRunner.compute_batch = watched_compute
     ContinuousBatchingManager._generation_loop_body = watched_body
     ContinuousBatchProcessor._generation_step = watched_step
 

@@ -29,7 +29,8 @@ class KeptProcessor(Protocol):
     inputs_and_outputs: Any
 
 
-_fingerprints: weakref.WeakKeyDictionary[KeptProcessor, int] = weakref.WeakKeyDictionary()
+_fingerprints: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Fingerprint of the weights that captured steps read, by the processor's `inputs_and_outputs`, which keep them."""
 
 
 def begin_loop(model: torch.nn.Module, processor: KeptProcessor) -> None:
@@ -44,17 +45,25 @@ def begin_loop(model: torch.nn.Module, processor: KeptProcessor) -> None:
             f"continuous batching: the model is {dtype} now, and its manager was made for {processor.cache.dtype} and "
             "kept: call model.destroy_cached_continuous_batching_manager() after changing the dtype"
         )
+    if processor.inputs_and_outputs in _fingerprints:
+        processor.cache.reset()
+    follow_weights(model, processor.inputs_and_outputs)
+
+
+def follow_weights(model: torch.nn.Module, inputs: Any) -> None:
+    """Drop captured steps of `inputs` where a weight has moved, before they run or were captured again.
+
+    Besides programs, compiled graphs move weights, in their first call (`weaveopt/inductor/prepared_inputs.py`). The
+    steps that it was captured with read the new places; steps of another path, which is not compiled, may not.
+    """
     fingerprint = weights_fingerprint(model)
-    before = _fingerprints.get(processor)
-    _fingerprints[processor] = fingerprint
-    if before is None:
-        return
-    processor.cache.reset()
-    if before != fingerprint:
-        inputs = processor.inputs_and_outputs
+    if _fingerprints.get(inputs, fingerprint) != fingerprint:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # a step may still run
         pairs = getattr(inputs, "io_pairs", None)
         for each in [inputs] if pairs is None else [pair.device_io for pair in pairs]:
             each.graphs = type(each.graphs)()
+    _fingerprints[inputs] = fingerprint
 
 
 def check_dtype(model: torch.nn.Module, processor: KeptProcessor) -> None:
