@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 import weaveopt
 from tests.graphs.batching import batching, compiled, prompts, tokens
@@ -144,6 +145,37 @@ def test_steps_captured_before_a_compiled_graph_moved_weights_go() -> None:
     inputs.graphs[2] = _Graph()
     follow_weights(model, inputs)
     assert list(inputs.graphs) == [2]
+
+
+def test_weights_that_a_step_moves_when_it_is_compiled_drop_no_later_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    model, moved = build("llama", num_hidden_layers=1), list[int]()
+    until = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=-1)
+    settings = compiled()
+    choose = ModelRunner._get_forward_fn
+
+    def moving(self: object, use_block_table: bool) -> tuple[Callable[..., None], bool]:
+        step, use_cuda_graph = choose(self, use_block_table=use_block_table)
+
+        def run(*arguments: object) -> None:
+            step(*arguments)
+            if not moved:
+                moved.append(1)
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.clone()
+
+        return run, use_cuda_graph
+
+    monkeypatch.setattr(ModelRunner, "_get_forward_fn", moving)
+    # Without a warm-up the first step of the loop compiles.
+    model.generate_batch(LONG, until, settings, persistent_manager=True, warmup=False)
+    assert moved
+    graph = _Graph()
+    inputs = model._cached_continuous_batching_manager.batch_processor.inputs_and_outputs
+    inputs.graphs.set_graph((-1,), graph)
+    model.generate_batch(LONG, until, settings, persistent_manager=True, warmup=False)
+    assert not graph.gone
+    model.destroy_cached_continuous_batching_manager()
 
 
 def test_a_kept_manager_of_another_dtype_is_one_error(caplog: pytest.LogCaptureFixture) -> None:

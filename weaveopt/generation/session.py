@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,14 +36,14 @@ class GraphPool:
     """Memory that captured steps of a model share. Torch frees it with the last of them; its handle is void then."""
 
     def __init__(self) -> None:
-        self._handle: tuple[int, int] | None = None
+        self._handle: torch.cuda._POOL_HANDLE | None = None
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def handle(self) -> torch.cuda._POOL_HANDLE:
         """The handle of the graphs that live; a new one if there are none, or after a capture that failed."""
-        if self._handle is None or not len(self._graphs):
+        if self._handle is None or not self._graphs:
             self._handle = torch.cuda.graph_pool_handle()
-        return cast("torch.cuda._POOL_HANDLE", self._handle)
+        return self._handle
 
     def add(self, graph: torch.cuda.CUDAGraph) -> None:
         """Takes a graph that was captured with the handle."""

@@ -39,22 +39,17 @@ def begin_loop(model: torch.nn.Module, processor: KeptProcessor) -> None:
     Pages go in any case: weights that were changed in place cannot be distinguished from others. Captured steps go
     where a weight has moved. Raises `WeaveError` where the model has another dtype than the pages.
     """
-    dtype = getattr(model, "dtype", processor.cache.dtype)
-    if dtype is not processor.cache.dtype:
-        raise WeaveError(
-            f"continuous batching: the model is {dtype} now, and its manager was made for {processor.cache.dtype} and "
-            "kept: call model.destroy_cached_continuous_batching_manager() after changing the dtype"
-        )
+    check_dtype(model, processor)
     if processor.inputs_and_outputs in _fingerprints:
         processor.cache.reset()
     follow_weights(model, processor.inputs_and_outputs)
 
 
 def follow_weights(model: torch.nn.Module, inputs: Any) -> None:
-    """Drop captured steps of `inputs` where a weight has moved, before they run or were captured again.
+    """Drop captured steps of `inputs` where a weight has moved since the last time.
 
-    Besides programs, compiled graphs move weights, in their first call (`weaveopt/inductor/prepared_inputs.py`). The
-    steps that it was captured with read the new places; steps of another path, which is not compiled, may not.
+    Programs move weights between loops; compiled graphs do so in their first call, within a step
+    (`weaveopt/inductor/prepared_inputs.py`), and steps of a path that is not compiled may be captured by then.
     """
     fingerprint = weights_fingerprint(model)
     if _fingerprints.get(inputs, fingerprint) != fingerprint:
