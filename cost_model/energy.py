@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import copysign
 
@@ -53,6 +53,21 @@ class PowerCosts:
     idle_watts: float
     """Power of the device with nothing to do."""
     energies: tuple[WorkEnergy, ...]
+
+
+def at_other_clock(power: PowerCosts, work: Work, ratio: float) -> PowerCosts:
+    """The energies where kernels of one kind take `ratio` times as long as by the profile.
+
+    At any clock a kernel computes and reads the same, and draws about the same energy. Read by its time, one that runs
+    on a device with more power to spare than the profile's had would draw too little.
+    """
+    energies = tuple(
+        replace(each, points=tuple(replace(point, us=point.us * ratio) for point in each.points))
+        if each.work is work
+        else each
+        for each in power.energies
+    )
+    return replace(power, energies=energies)
 
 
 def work_of(name: str) -> Work:

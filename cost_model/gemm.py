@@ -17,6 +17,7 @@ from itertools import product
 from math import exp, floor, hypot, log, sqrt
 
 from weaveopt.cost_model.curve import interpolate_rate
+from weaveopt.cost_model.energy import PowerCosts, Work, at_other_clock
 from weaveopt.cost_model.machine import GemmCosts, GemmTile, Machine, Samples
 from weaveopt.cost_model.timed import KernelShape
 from weaveopt.cost_model.uncertainty import UNMEASURED_ERROR, away_error, read
@@ -68,6 +69,20 @@ def gemm_us(machine: Machine, gemm: Gemm | None, dtype: str) -> float:
         return read(machine, costs.origin, _us(costs, m, gemm.n, gemm.k), reading, away) * slowdown
 
     return machine.timed.us(shape, by_profile)
+
+
+@cache
+def power_at_clock(machine: Machine) -> PowerCosts | None:
+    """Energies of the machine's kernels by the times that it predicts: where GEMMs were timed, the profile's by other
+    times. None where the profile has no energies."""
+    if machine.power is None:
+        return None
+
+    def by_profile(shape: KernelShape) -> float:
+        k, n = shape.rest
+        return gemm_us(machine.untimed, Gemm(shape.size, k, n), shape.dtype)
+
+    return at_other_clock(machine.power, Work.GEMM, machine.timed.slowdown(GEMM, by_profile))
 
 
 def _costs_of(machine: Machine, dtype: str) -> tuple[GemmCosts, float]:

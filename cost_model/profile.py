@@ -6,7 +6,7 @@ import json
 import os
 import re
 import textwrap
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from weaveopt.cost_model.consistency import check
@@ -80,7 +80,12 @@ def _read(path: Path) -> str:
 
 
 def _machine(path: Path, shipped: bool) -> Machine:
-    document = checked(str(path), _read(path), shipped)
+    return _parsed(path, _read(path), shipped)
+
+
+@lru_cache(maxsize=8)  # every graph asks for its machine, and a large file takes a tenth of a second to look through
+def _parsed(path: Path, text: str, shipped: bool) -> Machine:
+    document = checked(str(path), text, shipped)
     try:
         machine = from_document(Machine, document)
     except ValueError as error:

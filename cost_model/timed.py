@@ -90,6 +90,11 @@ class KernelTimes(Protocol):
         """True if the kernel was timed, at this size or at others, or is looked at to be."""
         ...
 
+    def slowdown(self, kernel: str, by_profile: Callable[[KernelShape], float]) -> float:
+        """How many times as long as `by_profile` predicts the timed shapes of a kernel take, all together; 1 where none
+        was timed."""
+        ...
+
     def __hash__(self) -> int: ...
 
 
@@ -130,6 +135,11 @@ class TimedKernels:
         known = self._by_size.get(replace(shape, size=0)) or self._by_size.get(replace(shape, size=0, layout=""), {})
         series = {size: each for size, each in known.items() if each.is_surer(by_profile(size))}
         return _corrected(series, shape.size, predicted, by_profile) if series else predicted
+
+    def slowdown(self, kernel: str, by_profile: Callable[[KernelShape], float]) -> float:
+        pairs = [(each, by_profile(shape)) for shape, each in self.kernels.items() if shape.kernel == kernel]
+        surer = [(each.us, predicted) for each, predicted in pairs if each.is_surer(predicted) and predicted > 0.0]
+        return sum(us for us, _ in surer) / sum(predicted for _, predicted in surer) if surer else 1.0
 
     @cached_property
     def _by_size(self) -> dict[KernelShape, dict[int, KernelTime]]:

@@ -14,11 +14,14 @@ from weaveopt.cost_model.energy import (
     PowerCosts,
     Work,
     WorkEnergy,
+    at_other_clock,
     graph_energy,
     kernel_joules,
     steady_us,
     work_of,
 )
+from weaveopt.cost_model.gemm import Gemm, gemm_us, power_at_clock
+from weaveopt.cost_model.timed import KernelShape, KernelTime, TimedKernels
 from weaveopt.cost_model.validate import SCHEMA
 from weaveopt.errors import ProfileError
 
@@ -33,6 +36,30 @@ def test_energies_are_read_between_points_and_at_the_power_of_the_nearest_beyond
     assert kernel_joules(POWER, Work.GEMM, 1000.0) == pytest.approx(0.8)
     assert kernel_joules(POWER, Work.GEMM, 1.0) == pytest.approx(0.0005)
     assert kernel_joules(POWER, Work.MEMORY, 10.0) == pytest.approx(0.001), "not measured: as idle"
+
+
+def test_a_kernel_that_was_timed_at_another_clock_draws_what_the_profile_says_of_it() -> None:
+    faster = at_other_clock(POWER, Work.GEMM, 0.8)
+    assert kernel_joules(faster, Work.GEMM, 44.0) == pytest.approx(kernel_joules(POWER, Work.GEMM, 55.0))
+    assert kernel_joules(faster, Work.COMMUNICATION, 50.0) == kernel_joules(POWER, Work.COMMUNICATION, 50.0)
+    assert at_other_clock(POWER, Work.GEMM, 1.0) == POWER
+
+
+def test_energies_follow_the_timed_gemms_alone() -> None:
+    assert H200.power is not None
+    assert power_at_clock(H200) == H200.power, "nothing was timed"
+    gemms = [Gemm(2048, 4096, 3072), Gemm(2048, 7168, 4096)]
+    shapes = [KernelShape("gemm", "bfloat16", each.m, (each.k, each.n), "rc") for each in gemms]
+    times = [gemm_us(H200, each, "bfloat16") * factor for each, factor in zip(gemms, (0.9, 0.8), strict=True)]
+    attention = KernelTime(KernelShape("attention flash", "bfloat16", 2048, (32, 8, 128)), 1.0)
+    timed = TimedKernels([*map(KernelTime, shapes, times), attention])
+    power = power_at_clock(replace(H200, timed=timed))
+    assert power is not None
+    ratio = sum(times) / sum(gemm_us(H200, each, "bfloat16") for each in gemms)
+    assert 0.8 < ratio < 0.9
+    assert power == at_other_clock(H200.power, Work.GEMM, ratio)
+    wide = TimedKernels([KernelTime(shapes[0], times[0], spread=2.0)])
+    assert power_at_clock(replace(H200, timed=wide)) == H200.power, "a time less sure than the profile counts"
 
 
 def test_names_of_kernels_and_terms_have_their_work() -> None:

@@ -8,7 +8,7 @@ may lose by an error of its price: what another choice would gain if that price 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf, log
 
@@ -63,6 +63,9 @@ class _Asked:
         found = self.us_of[shape] = by_profile(shape.size)
         return found
 
+    def slowdown(self, kernel: str, by_profile: Callable[[KernelShape], float]) -> float:
+        return 1.0
+
 
 @dataclass(frozen=True)
 class _Off:
@@ -77,6 +80,9 @@ class _Off:
     def us(self, shape: KernelShape, by_profile: ByProfile) -> float:
         us = by_profile(shape.size)
         return us * self.factor if replace(shape, layout="") == self.shape else us
+
+    def slowdown(self, kernel: str, by_profile: Callable[[KernelShape], float]) -> float:
+        return 1.0
 
 
 class AskedPrices:

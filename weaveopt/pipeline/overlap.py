@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from weaveopt.cost_model.gemm import power_at_clock
 from weaveopt.pipeline.costs import Choices, margin_of
 from weaveopt.pipeline.price import PricedGraph
 from weaveopt.pipeline.problem import Problem
@@ -42,7 +43,7 @@ def with_overlap(priced: PricedGraph, isolated: Choices) -> Choices:
 
 def _by_energy(priced: PricedGraph) -> Problem | None:
     """The problem in which a choice costs its energy over the power limit; None for a graph that stays within it."""
-    power = priced.surroundings.machine.power
+    power = power_at_clock(priced.surroundings.machine)
     baseline = None if power is None else priced.baseline
     if baseline is None or baseline.steady_us <= baseline.us:
         return None

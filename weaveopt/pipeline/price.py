@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from weaveopt.cost_model import measured_contention, schedule
 from weaveopt.cost_model.energy import graph_energy
+from weaveopt.cost_model.gemm import power_at_clock
 from weaveopt.inductor.calls import COLLECTIVE
 from weaveopt.inductor.kernels import GraphKernel, KernelContext, outside
 from weaveopt.pipeline.problem import Problem, ProblemTemplate
@@ -124,7 +125,7 @@ class PricedGraph:
                 )
                 places.append(Placed(self._place(index, nodes, tasks), tuple(lowered)))
             counted |= nodes
-        energy = graph_energy(self.surroundings.machine.power, drawing)
+        energy = graph_energy(power_at_clock(self.surroundings.machine), drawing)
         computed_us = sum(us for name, us in drawing if stream_of(name) is Stream.COMPUTE)
         return timeline(places, self._by_name, self.surroundings.machine, prices, energy, computed_us)
 

@@ -6,8 +6,6 @@
 // about lanes of a warp that another instruction of the warp brings together anyway.
 #pragma once
 
-#include <ucontext.h>
-
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -18,6 +16,8 @@
 #include <stdexcept>
 #include <unordered_map>
 #include <vector>
+
+#include "coroutine.h"
 
 #define __device__
 #define __global__
@@ -147,7 +147,7 @@ struct Cta {
 };
 
 struct Thread {
-    ucontext_t context;
+    Place place;
     std::unique_ptr<uint8_t[]> stack{new uint8_t[kStackBytes]};
     Dim index;
     Cta* cta;
@@ -168,7 +168,7 @@ struct Cluster {
     std::vector<Thread> threads;
     std::vector<std::function<void()>> copies;
     Meeting meeting;
-    ucontext_t scheduler;
+    Place scheduler;
     std::mt19937 random;
     std::function<void()> kernel;
     std::exception_ptr error;
@@ -187,7 +187,7 @@ inline void await(std::function<bool()> ready) {
     if (ready()) return;
     Thread* self = current;
     self->ready = std::move(ready);
-    swapcontext(&self->context, &cluster->scheduler);
+    switch_places(self->place, cluster->scheduler);
 }
 
 // Until `count` threads are here. `last` happens once, before any of them goes on.
@@ -213,7 +213,7 @@ inline void begin_thread() {
         cluster->error = std::current_exception();
     }
     current->ended = true;
-    swapcontext(&current->context, &cluster->scheduler);
+    switch_places(current->place, cluster->scheduler);
 }
 
 // Copies are taken in any order, each sooner or later by chance.
@@ -243,11 +243,7 @@ inline std::unique_ptr<Cluster> make_cluster(Size size, uint32_t index, uint32_t
             Thread& thread = made->threads[rank * size.cta_threads + at];
             thread.index.x = at;
             thread.cta = &cta;
-            getcontext(&thread.context);
-            thread.context.uc_stack.ss_sp = thread.stack.get();
-            thread.context.uc_stack.ss_size = kStackBytes;
-            thread.context.uc_link = nullptr;
-            makecontext(&thread.context, begin_thread, 0);
+            make_place(thread.place, thread.stack.get(), kStackBytes, begin_thread);
         }
     }
     return made;
@@ -284,7 +280,7 @@ inline bool run_round(Cluster& now) {
             if (sleeps) continue;
             thread.ready = nullptr;
             current = &thread;
-            swapcontext(&now.scheduler, &thread.context);
+            switch_places(now.scheduler, thread.place);
             moved = true;
             if (now.error) std::rethrow_exception(now.error);
         }

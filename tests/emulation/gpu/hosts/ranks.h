@@ -16,8 +16,6 @@
 // Nothing is said about time, nor about a thread's stores to its own GPU (which others see at once).
 #pragma once
 
-#include <ucontext.h>
-
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -26,6 +24,8 @@
 #include <random>
 #include <stdexcept>
 #include <vector>
+
+#include "../coroutine.h"
 
 #define __device__
 #define __global__
@@ -94,7 +94,7 @@ struct Cta {
 };
 
 struct Thread {
-    ucontext_t context;
+    Place place;
     std::unique_ptr<uint8_t[]> stack{new uint8_t[kStackBytes]};
     Dim index;
     Cta* cta;
@@ -146,7 +146,7 @@ struct World {
     bool reads_own_only = false;  // a load from another rank's arena is an error
     uint32_t cta_threads;
     std::mt19937 random;
-    ucontext_t scheduler;
+    Place scheduler;
     std::exception_ptr error;
 };
 
@@ -158,7 +158,7 @@ inline Thread& running() {
 }
 
 inline void leave() {
-    swapcontext(&current->context, &world->scheduler);
+    switch_places(current->place, world->scheduler);
 }
 
 inline void meet(Meeting& meeting, uint32_t count) {
@@ -264,11 +264,7 @@ inline void launch(Rank& rank) {
             Thread& thread = rank.threads[block * threads + at];
             thread.index.x = at;
             thread.cta = &cta;
-            getcontext(&thread.context);
-            thread.context.uc_stack.ss_sp = thread.stack.get();
-            thread.context.uc_stack.ss_size = kStackBytes;
-            thread.context.uc_link = nullptr;
-            makecontext(&thread.context, begin_thread, 0);
+            make_place(thread.place, thread.stack.get(), kStackBytes, begin_thread);
         }
     }
     ++world->num_changes;
@@ -312,7 +308,7 @@ inline bool step(Rank& rank, bool all) {
             moved = true;
             thread.ready = nullptr;
             current = &thread;
-            swapcontext(&world->scheduler, &thread.context);
+            switch_places(world->scheduler, thread.place);
             if (world->error) std::rethrow_exception(world->error);
         }
     }
