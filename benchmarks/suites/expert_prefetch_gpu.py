@@ -35,8 +35,8 @@ from transformers import PreTrainedModel
 import weaveopt
 from benchmarks import record
 from benchmarks.ranks import Place, barrier, slowest
+from benchmarks.steady import Steady, steadily
 from benchmarks.suite import GPU, Asked, Needs, Setting, Suite, product
-from benchmarks.suites.layers import Steady, steadily
 from benchmarks.timing import Effort, Step, attempt, capture, enqueued_us, graphs_us, nothing
 from benchmarks.workloads import decoder
 from benchmarks.workloads.decoder import SHAPES, Compile, Variants, Workload

@@ -18,8 +18,9 @@ import torch
 from transformers import PreTrainedModel
 
 import weaveopt
-from benchmarks import clocks, record, traces
+from benchmarks import record, traces
 from benchmarks.ranks import Place, barrier, slowest
+from benchmarks.steady import Steady, steadily
 from benchmarks.suite import GPU, Asked, Needs, Setting, Suite
 from benchmarks.timing import Effort, Step, capture, enqueued_us
 from benchmarks.workloads import decoder
@@ -41,22 +42,11 @@ DISABLED: Mapping[str, tuple[str, ...]] = {
     ALONE: ("all_reduce_rms_norm", "gemm_all_reduce", "shard_norm", "moe_fused"),
 }  # fmt: skip
 LLAMA_CASES = (*(f"prefill:{n}" for n in (512, 1024, 2048, 4096, 8192)), *(f"decode:{n}" for n in (1, 8, 32)))
-STEADY_US = 1.0e6
 
 
 @dataclass(frozen=True)
 class Case(decoder.Case):
     model: str
-
-
-@dataclass(frozen=True)
-class Steady:
-    """One variant back to back, on the slowest rank; watts, clock and power limit of the worst rank."""
-
-    us: float
-    watts: float
-    sm_mhz: float
-    limited: float
 
 
 @dataclass(frozen=True)
@@ -73,25 +63,6 @@ class Measured:
     def is_right(self) -> bool:
         """True if weave's error may be rounding, of which Inductor's is the measure."""
         return self.weave_error <= 2 * self.inductor_error + 1e-5
-
-
-def steadily(step: Step, restore: Step, us: float, place: Place) -> Steady:
-    count = max(int(STEADY_US / us), 3)
-    barrier()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-    def all_of_them() -> None:
-        begin.record()
-        for _ in range(count):
-            restore()
-            step()
-        end.record()
-
-    seen = clocks.observe(all_of_them, 1, place.device) or clocks.Clocks(0.0, 0.0)
-    torch.cuda.synchronize()
-    worst = [1e3 * begin.elapsed_time(end) / count, seen.watts, -seen.sm_mhz, seen.limited]
-    us, watts, mhz, limited = slowest(worst)
-    return Steady(us, watts, -mhz, limited)
 
 
 def measure(

@@ -1,7 +1,7 @@
 """Random layers that no profile knows: the chosen form against every rule switched off, profiles alone, and Inductor.
 
 `of_fastest` is the speed of the chosen form over the fastest of ours, `over_inductor` that over Inductor; a prediction
-is of the whole layers. `tune_share` is the share of the first compile that timing took, `again_s` what the step takes
+is of the whole layers. `steady_*` are the same of a second back to back, on GPUs. `tune_share` is the share of the first compile that timing took, `again_s` what the step takes
 when all is known. `--set seed=N` draws other shapes.
 """
 
@@ -30,6 +30,7 @@ from benchmarks.workloads.unseen_shapes import (
     draw,
     made,
     measure,
+    of_fastest,
 )
 
 SEED = Setting("seed", 20261127, "seed of the shapes")
@@ -68,9 +69,23 @@ def row_of(place: Place, case: Case, layers: int, found: UnseenResult) -> record
             "tune_s": round(tune_s, 3),
             "tune_share": round(tune_s / found.seconds[WEAVE], 4),
             "again_s": round(float(steps["again"]["tune"]) * 1e-6, 4),
+            **_steady(found),
             "chosen": " ".join(sorted({each.chosen.choice for each in first.decisions if each.rewritten})),
         },
     )
+
+
+def _steady(found: UnseenResult) -> dict[str, float]:
+    if not found.steady:
+        return {}
+    us, predicted_us = found.steady_us, found.predicted_steady_us("warm")
+    return {
+        "steady_us": round(us[WEAVE], 3),
+        "steady_of_fastest": round(of_fastest(us), 4),
+        "steady_over_inductor": round(us[INDUCTOR] / us[WEAVE], 4),
+        "steady_watts": round(found.steady[WEAVE].watts),
+        **({} if predicted_us is None else {"steady_predicted_us": round(predicted_us, 3)}),
+    }
 
 
 @contextmanager
@@ -110,6 +125,7 @@ def summary(rows: Sequence[record.Row]) -> str:
     again = [float(row.parameters["gemm_error"]) for row in rows if row.parameters["gemms"]]
     gemms = f"{fmean(again):.1%}" if again else "none timed"
 
+    steady = [row for row in rows if "steady_us" in row.parameters]
     return "\n".join(
         [
             f"{len(rows)} shapes: of the fastest {fmean(of('of_fastest')):.3f} on average, {min(of('of_fastest')):.3f} "
@@ -117,8 +133,24 @@ def summary(rows: Sequence[record.Row]) -> str:
             f"layers predicted: mean error {fmean(errors):.1%}, 90th {accuracy.p90(errors):.1%}, largest "
             f"{max(errors):.1%}; by profiles alone {fmean(untimed):.1%}, {accuracy.p90(untimed):.1%}, "
             f"{max(untimed):.1%}; GEMMs alone {gemms}",
+            *([_steady_summary(steady)] if steady else []),
             f"timing: {max(of('tune_share')):.1%} of a compile at most, {max(of('again_s')):.3f} s when known",
         ]
+    )
+
+
+def _steady_summary(rows: Sequence[record.Row]) -> str:
+    fastest = [float(row.parameters["steady_of_fastest"]) for row in rows]
+    over = [float(row.parameters["steady_over_inductor"]) for row in rows]
+    errors = [
+        abs(float(row.parameters["steady_predicted_us"]) / float(row.parameters["steady_us"]) - 1.0)
+        for row in rows
+        if "steady_predicted_us" in row.parameters
+    ]
+    predicted = f"; predicted: mean error {fmean(errors):.1%}, 90th {accuracy.p90(errors):.1%}" if errors else ""
+    return (
+        f"back to back: of the fastest {fmean(fastest):.3f} on average, {min(fastest):.3f} at least; over Inductor "
+        f"{fmean(over):.3f}, {min(over):.3f} at least{predicted}"
     )
 
 

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 import weaveopt
 from benchmarks.ranks import Place, slowest
-from benchmarks.timing import Effort, Step, capture, enqueued_us, host_us
+from benchmarks.steady import Steady, steadily
+from benchmarks.timing import Effort, Step, capture, enqueued_us, host_us, nothing
 from benchmarks.workloads import decoder
 from benchmarks.workloads.decoder import INDUCTOR, WEAVE, Compile, Forward, Shape, Variants, Workload
 from weaveopt.autotune.kernel_calls import CPU_COLD_BYTES, GPU_COLD_BYTES, Operands, launch_of
@@ -117,18 +118,32 @@ class UnseenResult:
     seconds: Mapping[str, float]
     gemm_errors: tuple[float, ...]
     """|timed when compiled / timed again - 1| of the longest GEMMs."""
+    steady: Mapping[str, Steady]
+    """Back to back, by way; empty on CPU ranks."""
 
     def predicted_us(self, name: str) -> float:
         return total(self.reports[name], fused=True).us
 
+    def predicted_steady_us(self, name: str) -> float | None:
+        report = self.reports[name]
+        return next((each.steady_us for each in report.variants if each.name == report.variant), None)
+
     @property
     def of_fastest(self) -> float:
         """Speed of the chosen form over that of the fastest of weaveopt's own."""
-        return min(us for name, us in self.us.items() if name != INDUCTOR) / self.us[WEAVE]
+        return of_fastest(self.us)
+
+    @property
+    def steady_us(self) -> dict[str, float]:
+        return {name: each.us for name, each in self.steady.items()}
 
     @property
     def gemm_error(self) -> float:
         return fmean(self.gemm_errors) if self.gemm_errors else 0.0
+
+
+def of_fastest(us: Mapping[str, float]) -> float:
+    return min(us for name, us in us.items() if name != INDUCTOR) / us[WEAVE]
 
 
 def measure(place: Place, model: PreTrainedModel, shape: DrawnShape, folder: str, budget_s: float) -> UnseenResult:
@@ -152,19 +167,22 @@ def measure(place: Place, model: PreTrainedModel, shape: DrawnShape, folder: str
         forward = variants.running(name)
         steps[name] = lambda forward=forward: workload(forward)  # type: ignore[misc]
         steps[name]()
-    us = _times(place, steps)
-    return UnseenResult(us, compiles.reports, compiles.seconds, _gemm_errors(place, compiles.reports[WEAVE]))
+    us, steady = _times(place, steps)
+    return UnseenResult(us, compiles.reports, compiles.seconds, _gemm_errors(place, compiles.reports[WEAVE]), steady)
 
 
-def _times(place: Place, steps: Mapping[str, Step]) -> dict[str, float]:
+def _times(place: Place, steps: Mapping[str, Step]) -> tuple[dict[str, float], dict[str, Steady]]:
     if place.device.type == "cpu":
-        return host_us(place, steps, Effort(6, 4), warm=1, meets=True)
+        return host_us(place, steps, Effort(6, 4), warm=1, meets=True), {}
     pool = torch.cuda.graph_pool_handle()
     graphs = {name: capture(step, pool) for name, step in steps.items()}
     us = enqueued_us(place, {name: graph.replay for name, graph in graphs.items()}, Effort(8, 6))
+    steady = {}
+    if not place.quick:
+        steady = {name: steadily(graph.replay, nothing, us[name], place) for name, graph in graphs.items()}
     for graph in graphs.values():
         graph.reset()
-    return us
+    return us, steady
 
 
 def _gemm_errors(place: Place, report: GraphReport) -> tuple[float, ...]:

@@ -26,7 +26,9 @@ def test_shapes_are_drawn_alike_and_within_the_span(span: Span) -> None:
         assert each.intermediate % 128 == 0
 
 
-def row(weave_us: float, others: float, predicted_us: float, gemms: int = 3) -> record.Row:
+def row(
+    weave_us: float, others: float, predicted_us: float, gemms: int = 3, steady: dict[str, float] | None = None
+) -> record.Row:
     return record.row(
         case={"hidden": 1152, "intermediate": 4096, "tokens": 77},
         weave_us=weave_us,
@@ -35,6 +37,7 @@ def row(weave_us: float, others: float, predicted_us: float, gemms: int = 3) -> 
         parameters={
             "of_fastest": min(1.0, others / weave_us), "over_inductor": 2.0, "by_profile_predicted_us": others / 2,
             "gemm_error": 0.01 if gemms else 0.0, "gemms": gemms, "tune_share": 0.05, "again_s": 0.1,
+            **(steady or {}),
         },
     )  # fmt: skip
 
@@ -46,7 +49,13 @@ def test_rows_are_summed_up_and_drawn(tmp_path: Path) -> None:
     assert "of the fastest 0.900 on average, 0.800 at least" in said
     assert "mean error 10.0%" in said and "by profiles alone 50.0%" in said and "GEMMs alone 1.0%" in said
     assert "timing: 5.0% of a compile at most, 0.100 s when known" in said
-    assert summary([]) == ""
+    assert summary([]) == "" and "back to back" not in said
+    again = {"steady_us": 120.0, "steady_of_fastest": 0.95, "steady_over_inductor": 1.5}
+    steady = [row(100.0, 100.0, 90.0, steady=again | {"steady_predicted_us": 90.0}), row(1.0, 1.0, 1.0, steady=again)]
+    assert "back to back: of the fastest 0.950 on average, 0.950 at least; over Inductor 1.500, 1.500 at least; " in (
+        summary(steady)
+    )
+    assert "predicted: mean error 25.0%, 90th 25.0%" in summary(steady), "a profile without energies predicts none"
     plots.plot("unseen_shapes", rows, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 5000
 
