@@ -1,8 +1,8 @@
 """Random layers that no profile knows: the chosen form against every rule switched off, profiles alone, and Inductor.
 
 `of_fastest` is the speed of the chosen form over the fastest of ours, `over_inductor` that over Inductor; a prediction
-is of the whole layers. `steady_*` are the same of a second back to back, on GPUs. `tune_share` is the share of the first compile that timing took, `again_s` what the step takes
-when all is known. `--set seed=N` draws other shapes.
+is of the whole layers. `steady_*` are the same of a second back to back, on GPUs. `tune_share` is the share of the
+first compile that timing took, `again_s` what the step takes when all is known. `--set seed=N` draws other shapes.
 """
 
 from __future__ import annotations
