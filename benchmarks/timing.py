@@ -85,7 +85,13 @@ def replayed_us(
     restore: Step = nothing,
     may_fail: Collection[str] = (),
 ) -> dict[str, float]:
-    """The same of steps that are captured in CUDA graphs; without those `may_fail` whose capture raises on a rank."""
+    """The same of steps that are captured in CUDA graphs; without those `may_fail` whose capture raises on a rank.
+
+    Each runs once before the first capture, as compiled graphs move weights in their first call.
+    """
+    for name, step in steps.items():
+        if name not in may_fail:
+            step()
     shared = torch.cuda.graph_pool_handle()
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     for name, step in steps.items():

@@ -16,7 +16,7 @@ one by one, as before, and the report says why.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import accumulate, pairwise
 
@@ -99,12 +99,12 @@ class MergedGemm:
         return (InputHook(MERGED, _adjoin_operands, num_apart, keep_in_place),)
 
 
-def _adjoin_operands(arguments: Sequence[object]) -> str:
+def _adjoin_operands(arguments: Sequence[object], are_read: Callable[[], bool]) -> str:
     """Put the weights of a call one after the other, and its biases; returns why not, if so."""
     for operands in arguments[1:]:
         assert isinstance(operands, list | tuple), operands
         tensors = [each for each in operands if isinstance(each, torch.Tensor)]
-        if tensors and (why := adjoin(tensors)):
+        if tensors and (why := adjoin(tensors, are_read)):
             return why
     return ""
 

@@ -168,11 +168,10 @@ def reductions(report: GraphReport) -> list[tuple[str, str]]:
 
 
 def compiled_of(decoder: Decoder, machine: str, dynamic: bool = False) -> Callable[[Tensor], Tensor]:
-    """With `dynamic` nothing else is a choice, as few rows would be the other rule's."""
+    """Sites of a GEMM that reads the rows, or with `dynamic` the other reduction, would be cheaper at few of them."""
     torch._dynamo.reset()
     options = {"machine": machine, "strict": True, "timeout_s": 30.0, "force": [RULE] if dynamic else [RULE, OTHER]}
-    if dynamic:
-        options["disable"] = [OTHER, "gemm_all_reduce"]
+    options["disable"] = ["merged_gemm", *([OTHER, "gemm_all_reduce"] if dynamic else [])]
     kept = None if dynamic else False
     return torch.compile(decoder.__call__, backend="weave", options=options, fullgraph=True, dynamic=kept)  # type: ignore[call-overload]
 

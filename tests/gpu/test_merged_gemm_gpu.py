@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import weaveopt
+from tests.gpu.captured import captured
 from tests.graphs.generating import build, ours, ragged, theirs
 from weaveopt.ops.merged_gemm.adjacent import joined
 from weaveopt.rewrites.merged_gemm import RULE
@@ -109,6 +110,45 @@ def test_weights_may_change_and_move_between_calls() -> None:
     check()
     model.load_state_dict(Projected(False, torch.bfloat16).state_dict())
     check()
+
+
+@torch.no_grad()
+def test_a_graph_that_was_captured_before_is_still_right() -> None:
+    model, other = (Projected(False, torch.bfloat16) for _ in range(2))
+    x = torch.randn(1, 9, 2048, dtype=torch.bfloat16, device="cuda")
+    graph, result = captured(lambda: model(x))
+    want = result.clone()
+    for each in (model, other):
+        compiled = torch.compile(each, backend="weave", options=options())
+        for _ in range(3):
+            torch.testing.assert_close(compiled(x), each(x), rtol=2e-2, atol=2e-2)
+        assert joined(parameters(each)) is None and "then capture" in weaveopt.report(each).fallbacks[0].error
+    torch.cuda.empty_cache()
+    result.zero_()
+    graph.replay()
+    assert torch.equal(result, want)
+    del graph
+    last = Projected(False, torch.bfloat16)
+    torch.compile(last, backend="weave", options=options(cuda_graphs=True))(x)
+    assert joined(parameters(last)) is not None
+
+
+@torch.no_grad()
+def test_graphs_of_inductor_hinder_nothing() -> None:
+    """It compares addresses before it replays, and records anew."""
+    model, another = (Projected(False, torch.bfloat16) for _ in range(2))
+    x = torch.randn(1, 9, 2048, dtype=torch.bfloat16, device="cuda")
+    replayed = torch.compile(model, mode="reduce-overhead")
+    for _ in range(4):
+        want = replayed(x).clone()
+    compiled = [torch.compile(each, backend="weave", options=options(cuda_graphs=True)) for each in (model, another)]
+    for each, call in zip((model, another), compiled, strict=True):
+        for _ in range(3):
+            torch.testing.assert_close(call(x).clone(), each(x), rtol=2e-2, atol=2e-2)
+        assert joined(parameters(each)) is not None, weaveopt.report(each).fallbacks
+    torch.cuda.empty_cache()
+    for _ in range(3):
+        torch.testing.assert_close(replayed(x).clone(), want, rtol=2e-2, atol=2e-2)
 
 
 @torch.no_grad()

@@ -216,6 +216,22 @@ def test_what_a_cuda_graph_reads_stays_where_it_is(monkeypatch: pytest.MonkeyPat
     assert joined(weights(another)) is not None
 
 
+def test_weights_stay_while_a_cuda_graph_lives_that_may_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may have captured one from the model before it was compiled. All sites of a call ask once."""
+    asked: list[bool] = []
+    monkeypatch.setattr(prepared_inputs, "may_read_weights", lambda: not asked.append(True))
+    model, x = torch.nn.Sequential(Projected(), Projected()), torch.randn(2, 3, 16)
+    before = [each.data_ptr() for each in model.parameters()]
+    call = torch.compile(
+        lambda x: [each(x) for each in model], backend=partial(weave, options={"force": [RULE]}, rules=ON_CPU)
+    )
+    for _ in range(2):
+        torch.testing.assert_close(call(x), [each(x) for each in model])
+    assert [each.data_ptr() for each in model.parameters()] == before and len(asked) == 1
+    [fallback] = weaveopt.report().fallbacks
+    assert fallback.step == "first call" and "compile, then capture" in fallback.error
+
+
 def test_what_fails_while_weights_are_moved_costs_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Projected(), torch.randn(2, 3, 16)
     monkeypatch.setattr(torch._C, "_storage_Use_Count", None)

@@ -23,6 +23,7 @@ from weaveopt.generation.ranks import group_name
 from weaveopt.generation.step import Buffers, ChoosingForm, Kept, chooser, run_model
 from weaveopt.inductor.dynamo import forced_eager
 from weaveopt.integrations.transformers.kept_managers import weights_fingerprint
+from weaveopt.ops.captured_graphs import note_followed
 from weaveopt.records.generation import StepReport
 
 P = ParamSpec("P")
@@ -48,6 +49,7 @@ class GraphPool:
     def add(self, graph: torch.cuda.CUDAGraph) -> None:
         """Takes a graph that was captured with the handle."""
         self._graphs.add(graph)
+        note_followed(graph)
 
     def give_up(self) -> None:
         """Take no further graph into this memory: a capture with the handle has failed."""

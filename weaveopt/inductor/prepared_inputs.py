@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import itemgetter
 
 import torch
@@ -14,6 +15,7 @@ import torch.fx as fx
 from torch.fx.node import Argument
 
 from weaveopt.graph.facts import runs_on_gpu
+from weaveopt.ops.captured_graphs import may_read_weights
 from weaveopt.records.inductor_hooks import InductorHook, InputHook
 from weaveopt.wording import counted
 
@@ -31,10 +33,10 @@ class PreparedCall:
     hook: InputHook
     arguments: tuple[object, ...]
 
-    def prepare(self, inputs: Mapping[int, object]) -> str:
+    def prepare(self, inputs: Mapping[int, object], are_read: Callable[[], bool]) -> str:
         """Gives the arguments to the hook, from inputs by their positions."""
         try:
-            return self.hook.prepare([_filled(each, inputs) for each in self.arguments])
+            return self.hook.prepare([_filled(each, inputs) for each in self.arguments], are_read)
         except Exception as error:  # the graph runs without it
             return f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
 
@@ -85,7 +87,8 @@ def prepared(compiled: object, requests: InputRequests, note: Note) -> object:
             reasons = {f"the inputs were others in {counted(MOST_TIMES, 'call')}"} if times == MOST_TIMES + 1 else set()
         else:
             by_position = dict(zip(positions, inputs, strict=True))
-            reasons = {why for call in calls if (why := call.prepare(by_position))}
+            are_read = cache(may_read_weights)
+            reasons = {why for call in calls if (why := call.prepare(by_position, are_read))}
             if on_gpu:
                 torch.cuda.empty_cache()  # memory that inputs no longer occupy is of no size that others ask for
         for why in sorted(reasons - noted):

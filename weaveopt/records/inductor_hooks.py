@@ -28,9 +28,10 @@ class InputHook:
     """Inputs of a graph that are prepared before its first call, and whenever the operator found others."""
 
     op: torch._ops.OpOverload
-    prepare: Callable[[Sequence[object]], str]
-    """Gets the arguments of each call of the operator whose tensors are inputs of the graph. It may give them other
-    memory, and returns why it did not; empty if all is in place."""
+    prepare: Callable[[Sequence[object], Callable[[], bool]], str]
+    """Gets the arguments of each call of the operator whose tensors are inputs of the graph, and whether a CUDA graph
+    may read them where they are, which takes a while to find out. It may give them other memory, and returns why it did
+    not; empty if all is in place."""
     num_unprepared: Callable[[], int]
     """Calls of the operator in this process that found inputs unprepared."""
     keep: Callable[[Sequence[object]], None]

@@ -18,7 +18,13 @@ from torch._dynamo.utils import counters
 
 from weaveopt.errors import PeerTimeoutError, WeaveError
 from weaveopt.fabrics import topology
-from weaveopt.integrations.transformers.kept_managers import KeptProcessor, begin_loop, check_dtype, follow_weights
+from weaveopt.integrations.transformers.kept_managers import (
+    KeptProcessor,
+    begin_loop,
+    check_dtype,
+    follow_weights,
+    note_captured_steps,
+)
 from weaveopt.records.generation import BatchedPath, BatchingReport
 
 VARLEN, BLOCK_TABLES = "varlen", "block_tables"
@@ -160,9 +166,13 @@ def install() -> None:
 
     @functools.wraps(compute)
     def watched_compute(self: CapturingRunner, model: torch.nn.Module, batch_data: dict[str, object]) -> None:
+        if not _is_ours(self.cb_config):
+            compute(self, model, batch_data)
+            return
         num_graphs = _num_graphs()
+        note_captured_steps(self.inputs_and_outputs)
         compute(self, model, batch_data)
-        if _num_graphs() != num_graphs and _is_ours(self.cb_config):
+        if _num_graphs() != num_graphs:
             follow_weights(model, self.inputs_and_outputs)
 
     ModelRunner.compute_batch = watched_compute

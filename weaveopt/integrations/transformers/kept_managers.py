@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from weaveopt.errors import WeaveError
+from weaveopt.ops.captured_graphs import note_followed
 
 
 class PagedCache(Protocol):
@@ -55,10 +56,22 @@ def follow_weights(model: torch.nn.Module, inputs: Any) -> None:
     if _fingerprints.get(inputs, fingerprint) != fingerprint:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # a step may still run
-        pairs = getattr(inputs, "io_pairs", None)
-        for each in [inputs] if pairs is None else [pair.device_io for pair in pairs]:
+        for each in _with_graphs(inputs):
             each.graphs = type(each.graphs)()
     _fingerprints[inputs] = fingerprint
+
+
+def note_captured_steps(inputs: Any) -> None:
+    """Say that captured steps of `inputs` go where weights move, so that compiled graphs may move them."""
+    for each in _with_graphs(inputs):
+        for graph in getattr(getattr(each, "graphs", None), "_storage", {}).values():
+            note_followed(graph)
+
+
+def _with_graphs(inputs: Any) -> list[Any]:
+    """Objects of transformers that keep the captured steps of a processor."""
+    pairs = getattr(inputs, "io_pairs", None)
+    return [inputs] if pairs is None else [pair.device_io for pair in pairs]
 
 
 def check_dtype(model: torch.nn.Module, processor: KeptProcessor) -> None:

@@ -10,7 +10,7 @@ are adjacent to others already) stay where they are.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import cast
 
@@ -71,15 +71,18 @@ def joined(weights: Sequence[Tensor]) -> Tensor | None:
     return torch.empty(0, dtype=first.dtype, device=first.device).set_(storage, begin, sizes, first.stride())
 
 
-def adjoin(weights: Sequence[Tensor]) -> str:
+def adjoin(weights: Sequence[Tensor], are_read: Callable[[], bool] = lambda: False) -> str:
     """Makes weights of equal rows adjacent; returns why they stay where they are, empty if they are adjacent now.
 
-    While they are moved they take their memory twice.
+    While they are moved they take their memory twice. `are_read`: true if a CUDA graph of others may read them.
     """
     with _moving:
         if joined(weights) is not None:
             return ""
-        why = next((why for each in weights if (why := _kept_by(each))), "") or _moved(weights)
+        why = next((why for each in weights if (why := _kept_by(each))), "")
+        if not why and are_read():
+            why = "a CUDA graph that was captured before may read the weights where they are; compile, then capture"
+        why = why or _moved(weights)
         if why:
             _forget_expired(_kept)
             _kept[weights[0].data_ptr()] = StorageWeakRef(weights[0].untyped_storage())
