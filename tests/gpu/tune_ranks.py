@@ -70,7 +70,7 @@ def main() -> None:
     assert all(each == times for each in told), "ranks differ"
     gemms = [kernel for kernel in report.kernels if kernel.kernel.startswith("gemm ")]
     clock, operands = CudaClock(), Operands(torch.device("cuda"), GPU_COLD_BYTES)
-    for kernel in some(gemms):
+    for kernel in some(gemms, f"GEMMs among {report.kernels}, {report.tuned}"):
         launch = launch_of(shape_of(kernel), operands)
         assert launch is not None, kernel
         sample = clock.alone(launch, kernel.us)
