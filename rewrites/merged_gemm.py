@@ -30,7 +30,7 @@ from weaveopt.graph.pattern import SHAPE_ONLY, is_call
 from weaveopt.graph.splice import call_after, current_node, fake_mode_of, last_of, replace_uses
 from weaveopt.inductor.calls import GEMM, MEMORY, GemmCall, MemoryCall
 from weaveopt.inductor.kernels import KernelContext
-from weaveopt.ops.merged_gemm.adjacent import adjoin, keep_in_place, num_apart
+from weaveopt.ops.merged_gemm.adjacent import adjoin, num_apart
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term
 from weaveopt.records.inductor_hooks import InputHook
 from weaveopt.records.site import DTYPE_BYTES, TokenCounts
@@ -96,7 +96,7 @@ class MergedGemm:
         return (f"{RULE}: GEMMs of other sizes sum in another order",)
 
     def inductor_hooks(self) -> Sequence[InputHook]:
-        return (InputHook(MERGED, _adjoin_operands, num_apart, keep_in_place),)
+        return (InputHook(MERGED, _adjoin_operands, num_apart),)
 
 
 def _adjoin_operands(arguments: Sequence[object], are_read: Callable[[], bool]) -> str:

@@ -123,7 +123,7 @@ def test_a_graph_that_was_captured_before_is_still_right() -> None:
         for _ in range(3):
             torch.testing.assert_close(compiled(x), each(x), rtol=2e-2, atol=2e-2)
         assert joined(parameters(each)) is None
-    assert "then capture" in weaveopt.report(model).fallbacks[0].error  # one compiled graph serves both
+    assert "compile first" in weaveopt.report(model).fallbacks[0].error  # one compiled graph serves both
     torch.cuda.empty_cache()
     result.zero_()
     graph.replay()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from weaveopt.ops import captured_graphs
-from weaveopt.ops.captured_graphs import may_read_weights, note_followed
+from weaveopt.ops.captured_graphs import may_read_weights, note_capture, note_followed
 
 
 class Graph:
@@ -75,6 +75,20 @@ def test_graphs_that_inductor_manages_do_not_count(name: str, monkeypatch: pytes
     managers[0], graph = Manager(Graph()), managers[0].graph
     assert may_read_weights(), "nobody manages it any more"
     del graph
+
+
+def test_graphs_that_may_be_frozen_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gc.get_objects` does not know them."""
+    frozen = [7]
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: frozen[0])
+    monkeypatch.setattr(captured_graphs, "_frozen", None)
+    assert not may_read_weights(), "nothing was captured"
+    note_capture()
+    note_capture()
+    assert not may_read_weights(), "nothing was frozen since"
+    frozen[0] = 8
+    note_capture()
+    assert may_read_weights()
 
 
 def test_a_process_without_gpus_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import torch.fx as fx
 from torch.fx.node import Argument
 
 from weaveopt.graph.facts import runs_on_gpu
-from weaveopt.ops.captured_graphs import may_read_weights
+from weaveopt.ops.captured_graphs import may_read_weights, note_capture
 from weaveopt.records.inductor_hooks import InductorHook, InputHook
 from weaveopt.wording import counted
 
@@ -67,8 +67,8 @@ def prepared(compiled: object, requests: InputRequests, note: Note) -> object:
 
     They are before the first call, and after one in which an operator found them unprepared: one compiled graph may
     serve several layers and models, and their parameters may be replaced. A call that a CUDA graph captures prepares
-    nothing: memory of its own would be part of the graph. What such a graph reads stays where it is, for whatever
-    graph. Inputs that are others in each call are left after `MOST_TIMES`. `note` gets each reason once.
+    nothing: memory of its own would be part of the graph. Inputs that are others in each call are left after
+    `MOST_TIMES`. `note` gets each reason once.
     """
     calls, on_gpu = requests.calls, requests.on_gpu
     if not calls and not (requests.hooks and on_gpu):
@@ -97,8 +97,7 @@ def prepared(compiled: object, requests: InputRequests, note: Note) -> object:
 
     def run(inputs: list[object]) -> object:
         if on_gpu and _is_captured():
-            for hook in requests.hooks:
-                hook.keep(inputs)
+            note_capture()
             return compiled(inputs)
         if not calls:
             return compiled(inputs)

@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from weaveopt.ops.captured_graphs import note_followed
+
 Launch = Callable[[int], object]
 """One call of what is measured; the index says which, for buffers that take turns."""
 
@@ -253,6 +255,7 @@ class CudaClock:
         self._pool = torch.cuda.graph_pool_handle()
         # A pool lives as long as a graph that uses it.
         self._keeper = capture(lambda: self._settle.add_(0), self._pool)
+        note_followed(self._keeper)  # it reads no weights
         self._other: Launch | None = None
         self._other_us = 0.0
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import torch
 
 _followed: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+_frozen: int | None = None
+"""Objects that `gc.freeze` had hidden at the first capture; None before it."""
 
 
 def note_followed(graph: torch.cuda.CUDAGraph) -> None:
@@ -17,13 +19,24 @@ def note_followed(graph: torch.cuda.CUDAGraph) -> None:
     _followed.add(graph)
 
 
+def note_capture() -> None:
+    """Takes notice that a CUDA graph captures a call of a compiled graph, whose weights it will read."""
+    global _frozen
+    _frozen = gc.get_freeze_count() if _frozen is None else _frozen
+
+
 def may_read_weights() -> bool:
     """True while a CUDA graph lives of which nobody knows what it reads.
 
     Not counted are graphs of `note_followed`, and those that Inductor manages, which compares addresses before it
-    replays. All objects of the process are looked through, so it takes some tenths of a second in large programs.
+    replays. All objects of the process are looked through, so it takes some tenths of a second in large programs; those
+    of `gc.freeze` cannot be, and count where there are more since the first capture.
     """
-    if not torch.cuda.is_initialized() or not _is_any_unknown():
+    if not torch.cuda.is_initialized():
+        return False
+    if _frozen is not None and gc.get_freeze_count() > _frozen:
+        return True
+    if not _is_any_unknown():
         return False
     gc.collect()  # what only cycles hold is gone
     return _is_any_unknown()

@@ -34,8 +34,6 @@ class InputHook:
     not; empty if all is in place."""
     num_unprepared: Callable[[], int]
     """Calls of the operator in this process that found inputs unprepared."""
-    keep: Callable[[Sequence[object]], None]
-    """Gets all inputs of a graph's call that a CUDA graph captures: from then on they stay where they are."""
 
 
 InductorHook = ReuseHook | InputHook

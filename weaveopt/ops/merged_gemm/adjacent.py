@@ -23,8 +23,6 @@ _memories: dict[int, StorageWeakRef] = {}
 """Common memory that each moved weight is in, by the weight's address. It is free once none of them lives."""
 _kept: dict[int, StorageWeakRef] = {}
 """Memory of the first of weights that could not be moved, by its address."""
-_captured: dict[int, StorageWeakRef] = {}
-"""Memory that CUDA graphs read, by its address."""
 _num_apart = 0
 _moving = threading.Lock()
 
@@ -39,15 +37,6 @@ def note_apart(weights: Sequence[Tensor]) -> None:
     global _num_apart
     kept = _kept.get(weights[0].data_ptr())
     _num_apart += kept is None or kept.expired()
-
-
-def keep_in_place(tensors: Sequence[object]) -> None:
-    """Takes what a CUDA graph reads: it replays with these addresses, so weights among them are not moved any more."""
-    _forget_expired(_captured)
-    for each in tensors:
-        if isinstance(each, Tensor):
-            storage = each.untyped_storage()
-            _captured[storage.data_ptr()] = StorageWeakRef(storage)
 
 
 def joined(weights: Sequence[Tensor]) -> Tensor | None:
@@ -81,7 +70,7 @@ def adjoin(weights: Sequence[Tensor], are_read: Callable[[], bool] = lambda: Fal
             return ""
         why = next((why for each in weights if (why := _kept_by(each))), "")
         if not why and are_read():
-            why = "a CUDA graph that was captured before may read the weights where they are; compile, then capture"
+            why = "a CUDA graph that was captured before may read the weights where they are: compile first"
         why = why or _moved(weights)
         if why:
             _forget_expired(_kept)
@@ -124,9 +113,6 @@ def _kept_by(weight: Tensor) -> str:
     if weight.is_inference():
         return "the weights were made in inference mode"
     storage = weight.untyped_storage()
-    captured = _captured.get(storage.data_ptr())
-    if captured is not None and not captured.expired():
-        return "a CUDA graph reads the weights where they are"
     memory = _memories.get(weight.data_ptr())
     if memory is not None and not memory.expired():
         return "the weights are adjacent to others already"
