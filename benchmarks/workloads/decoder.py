@@ -169,6 +169,7 @@ class Variants:
     def __init__(self, model: PreTrainedModel, ways: Mapping[str, Compile]) -> None:
         self.ways = ways
         self.compiled: dict[str, Forward] = {}
+        self._arguments: tuple[object, ...] = ()
         self.chosen = INDUCTOR
         self.forward = torch.compile(model, backend=self._compile, dynamic=False, fullgraph=True)
 
@@ -176,7 +177,16 @@ class Variants:
         assert not self.compiled, "a case was captured a second time"
         for name, way in self.ways.items():
             self.compiled[name] = way(copied(gm), inputs)
-        return lambda *arguments: self.compiled[self.chosen](*arguments)
+
+        def run(*arguments: object) -> object:
+            self._arguments = arguments
+            return self.compiled[self.chosen](*arguments)
+
+        return run
+
+    def graph_of(self, name: str) -> Callable[[], object]:
+        """The compiled graph of a way, called as in the last call, without Dynamo's guards in front of it."""
+        return lambda: self.compiled[name](*self._arguments)
 
     def running(self, name: str) -> Forward:
         def run(*arguments: object, **named: object) -> object:
