@@ -15,6 +15,7 @@ from tests.graphs.nonempty import some
 from weaveopt.autotune import kernel_timing, tune
 from weaveopt.autotune.asked_kernels import AskedKernel
 from weaveopt.autotune.kernel_timing import KernelTimings, TuningGpuClock, take_all_s, time_kernels
+from weaveopt.autotune.tune import in_turn
 from weaveopt.cost_model.timed import KernelShape
 from weaveopt.measure.clock import HOT_US, OTHER_US, CudaClock, Launch, Sample
 from weaveopt.records.price import Price, Uncertainty
@@ -130,6 +131,16 @@ def test_own_kernels_are_timed_where_a_choice_turns_on_them(turns: bool, monkeyp
     tune._Tuning._time(tuning, (own, strange, gemm), 0.5)
     assert {each.shape for each in timed} == {*([own.shape] if turns else []), strange.shape, gemm.shape}
     assert tuning._timings.left == (() if turns else (own.shape,))
+
+
+def test_kernels_of_the_captured_graph_come_first_where_they_leave_half_of_the_budget() -> None:
+    loses, runs, turns = (
+        replace(each, loss_us=loss) for each, loss in zip(kernels_of(9.0, 8.0, 7.0), (3.0, 0.0, 9.0), strict=True)
+    )
+    runs = replace(runs, is_captured=True)
+    takes_s = take_all_s([runs], "cpu")
+    assert in_turn([loses, runs, turns], 2.1 * takes_s, "cpu") == [runs, turns, loses]
+    assert in_turn([loses, runs, turns], 1.9 * takes_s, "cpu") == [turns, loses, runs]
 
 
 @pytest.mark.parametrize("budget_s, is_weighed", [(100.0, False), (0.001, True)])

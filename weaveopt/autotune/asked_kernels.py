@@ -35,6 +35,8 @@ class AskedKernel:
     """Most that the decision may lose by an error of this price; 0: no choice turns on it."""
     turns: tuple[int, ...] = ()
     """Kinds of sites, by the position of the first, whose choice such an error turns."""
+    is_captured: bool = False
+    """True if the captured graph runs it, so that every choice is compared with it, and every prediction has it."""
 
     @property
     def is_known(self) -> bool:
@@ -96,7 +98,7 @@ class AskedPrices:
 
     def kernels(self) -> tuple[AskedKernel, ...]:
         """Every kernel that a price at one of the counts rests on, each layout once."""
-        asked = _Asked()
+        asked, captured = _Asked(), _Asked()
         context, groups = self._with(asked), set[str]()
         for counts in self._counts:
             problem = self._frame.problem(counts, context)
@@ -104,6 +106,9 @@ class AskedPrices:
             if counts == self._counts[0]:
                 found = price(self._captured, self._frame, problem, context)
                 _ = found.baseline  # the rest of the graph
+                as_it_is = replace(found.surroundings, machine=replace(context.machine, timed=captured))
+                for each in found.library_kernels([False] * len(problem.sites)):
+                    as_it_is.us(each)
         self.groups = tuple(sorted(groups))
         stored = {replace(shape, layout="") for shape in asked.us_of if shape.layout}
         layouts = {replace(shape, size=0, layout=""): shape.layout for shape in asked.us_of if shape.layout}
@@ -112,7 +117,10 @@ class AskedPrices:
             if shape.layout or shape not in stored:
                 # Candidates do not say how operands are stored: as the graph has them, at whatever size.
                 layout = shape.layout or layouts.get(replace(shape, size=0), "")
-                kernels[replace(shape, layout=layout)] = AskedKernel(replace(shape, layout=layout), us)
+                is_captured = shape in captured.us_of
+                kernels[replace(shape, layout=layout)] = AskedKernel(
+                    replace(shape, layout=layout), us, is_captured=is_captured
+                )
         return tuple(kernels.values())
 
     def weighed(
