@@ -55,7 +55,8 @@ def _is_any_unknown() -> bool:
     return any(graph not in known for graph in found)
 
 
-def _subclasses(kind: type) -> Iterator[type]:
-    for each in kind.__subclasses__():
+def _subclasses(kind: type[object]) -> Iterator[type[object]]:
+    found: list[type[object]] = kind.__subclasses__()
+    for each in found:
         yield each
         yield from _subclasses(each)
