@@ -28,7 +28,8 @@ VENV ?= .venv-$(VERSIONS)
 REQUIREMENTS := requirements-$(VERSIONS).txt
 TESTS := tests/experts/test_registration.py tests/generation/test_compiling.py tests/generation/test_left.py \
     tests/generation/test_sessions.py tests/generation/test_tokens.py tests/graph tests/inductor tests/integrations \
-    tests/pipeline/test_capture.py tests/ops/test_all_reduce_norm.py tests/ops/test_merged_linear.py \
+    tests/pipeline/test_capture.py tests/ops/test_all_reduce_norm.py tests/ops/test_captured_graphs.py \
+    tests/ops/test_merged_linear.py \
     tests/rewrites/test_merged_gemm.py
 # The registry's versions, whatever the pip of this host is told to prefer.
 export PIP_CONSTRAINT := /dev/null
