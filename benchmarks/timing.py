@@ -87,7 +87,7 @@ def replayed_us(
 ) -> dict[str, float]:
     """The same of steps that are captured in CUDA graphs; without those `may_fail` whose capture raises on a rank.
 
-    Each runs once before the first capture, as compiled graphs move weights in their first call.
+    All but `may_fail` run once before the first capture, as compiled graphs move weights in their first call.
     """
     for name, step in steps.items():
         if name not in may_fail:

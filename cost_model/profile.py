@@ -83,7 +83,7 @@ def _machine(path: Path, shipped: bool) -> Machine:
     return _parsed(path, _read(path), shipped)
 
 
-@lru_cache(maxsize=8)  # every graph asks for its machine, and a large file takes a tenth of a second to look through
+@lru_cache(maxsize=8)  # every graph asks for its machine
 def _parsed(path: Path, text: str, shipped: bool) -> Machine:
     document = checked(str(path), text, shipped)
     try:

@@ -175,7 +175,7 @@ def measure(place: Place, model: PreTrainedModel, shape: DrawnShape, folder: str
 
 def _times(place: Place, steps: Mapping[str, Step]) -> tuple[dict[str, float], dict[str, Steady]]:
     if place.device.type == "cpu":
-        # A barrier lets ranks go at times that differ by as much as a layer takes; exchanges keep them together.
+        # Ranks leave a barrier at different times, which would count; exchanges keep them together.
         return host_us(place, steps, Effort(6, 8)), {}
     pool = torch.cuda.graph_pool_handle()
     graphs = {name: capture(step, pool) for name, step in steps.items()}

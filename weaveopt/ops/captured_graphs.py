@@ -29,8 +29,8 @@ def may_read_weights() -> bool:
     """True while a CUDA graph lives of which nobody knows what it reads.
 
     Not counted are graphs of `note_followed`, and those that Inductor manages, which compares addresses before it
-    replays. All objects of the process are looked through, so it takes some tenths of a second in large programs; those
-    of `gc.freeze` cannot be, and count where there are more since the first capture.
+    replays. All objects of the process are looked through, which takes the longer the more there are; those of
+    `gc.freeze` cannot be, and count where there are more since the first capture.
     """
     if not torch.cuda.is_initialized():
         return False
