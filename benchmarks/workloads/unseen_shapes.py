@@ -176,7 +176,7 @@ def measure(place: Place, model: PreTrainedModel, shape: DrawnShape, folder: str
 def _times(place: Place, steps: Mapping[str, Step]) -> tuple[dict[str, float], dict[str, Steady]]:
     if place.device.type == "cpu":
         # Ranks leave a barrier at different times, which would count; exchanges keep them together.
-        return host_us(place, steps, Effort(6, 8)), {}
+        return host_us(place, steps, Effort(6, 20), warm=10), {}
     pool = torch.cuda.graph_pool_handle()
     graphs = {name: capture(step, pool) for name, step in steps.items()}
     us = enqueued_us(place, {name: graph.replay for name, graph in graphs.items()}, Effort(8, 6))

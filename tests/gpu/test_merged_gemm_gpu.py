@@ -117,6 +117,7 @@ def test_a_graph_that_was_captured_before_is_still_right() -> None:
     model, other = (Projected(False, torch.bfloat16) for _ in range(2))
     x = torch.randn(1, 9, 2048, dtype=torch.bfloat16, device="cuda")
     graph, result = captured(lambda: model(x))
+    graph.replay()
     want = result.clone()
     for each in (model, other):
         compiled = torch.compile(each, backend="weave", options=options())

@@ -44,7 +44,7 @@ GRID = Grid((1, 64, 1024), (512, 2048), (512, 2048))
 
 
 def rows(us: float) -> Rows:
-    return [(size, Sample(us + size / 2e5, 0.01)) for size in (1 << 12, 1 << 18, 1 << 24)]
+    return [(size, Sample(us + size / 2e5, 0.01)) for size in (1 << 12, 1 << 18, 1 << 22, 1 << 24)]
 
 
 def own_kernels() -> list[Family]:
@@ -119,6 +119,8 @@ def test_what_the_families_of_cpu_ranks_write_is_a_profile(tmp_path: Path) -> No
         ("one_shot segment", 2, 0), ("two_shot segment", 2, 0), ("one_shot segment", 4, 0), ("two_shot segment", 4, 0),
     ]  # fmt: skip
     assert shm.link.latency_us == pytest.approx(4.0), "two-shot beyond one-shot, of two ranks"
+    rest_us = 500.0 - (10.0 + (1 << 22) / 2e5)
+    assert shm.link.bytes_per_s == pytest.approx((1 << 21) / rest_us * 1e6, rel=1e-3), "of the 4 MB that were whole too"
     assert {name for name, _ in machine.origins} == {
         *("between", "compiled", "fused", "gemms.bfloat16", "gemms.float32", "gloo", "host", "launch", "memory"),
     }

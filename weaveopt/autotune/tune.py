@@ -28,7 +28,9 @@ from weaveopt.cost_model.timed import NOTHING_TIMED, KernelShape, KernelTime, Ti
 from weaveopt.fabrics import topology
 from weaveopt.graph.facts import runs_on_gpu
 from weaveopt.graph.values import bytes_of, tensors_of
+from weaveopt.inductor.calls import name_of
 from weaveopt.inductor.dynamo import Compile, current_compile
+from weaveopt.inductor.loops import GATHERS
 from weaveopt.pipeline.compilation import Tunes
 from weaveopt.pipeline.frame_memory import FrameMemory
 from weaveopt.pipeline.problem import ProblemTemplate
@@ -257,9 +259,10 @@ def in_turn(weighed: Sequence[AskedKernel], budget_s: float, device: str) -> lis
 
 
 def _weight_bytes(captured: CapturedGraph) -> int:
-    """Bytes of the graph's inputs."""
+    """Bytes of the graph's inputs that it reads whole: of an embedding's table it reads a row a token."""
     inputs = (node for node in captured.graph.nodes if node.op == "placeholder")
-    return sum(bytes_of(value) for node in inputs for value in tensors_of(node))
+    whole = (node for node in inputs if not all(name_of(user) in GATHERS for user in node.users))
+    return sum(bytes_of(value) for node in whole for value in tensors_of(node))
 
 
 def _doubts(captured: CapturedGraph, sites: Sequence[FoundSite], rules: RuleSet, context: Context) -> Tuned:

@@ -142,11 +142,10 @@ def _site(fused: Fused) -> str:
 
 
 def _repeated(ranks: Ranks, fused: Fused, call: ReductionCall) -> Launch:
-    # The same on all ranks, as a residual is.
+    # The same on all ranks, as a residual is; of one of zeros alone every call would compare it again.
     numbers = torch.Generator(ranks.device).manual_seed(fused.tokens)
     size, device = (fused.tokens, fused.hidden), ranks.device
-    partials = [torch.randn(size, generator=numbers, device=device).to(DTYPE) for _ in range(2)]
-    residual = torch.zeros(size, device=device, dtype=DTYPE)
+    *partials, residual = (torch.randn(size, generator=numbers, device=device).to(DTYPE) for _ in range(3))
     weight = torch.ones(fused.hidden, device=device, dtype=DTYPE)
     op, site = torch.ops.weave.all_reduce_norm.default, call.encode()
 

@@ -78,16 +78,15 @@ def peer_link(origin: str, times: Times) -> Link:
     return Link(origin, round(floor_us / 2, 3), round(rate, -8))
 
 
-def shm_link(origin: str, times: Times, whole_us: Mapping[int, float]) -> Link:
+def shm_link(origin: str, times: Times, whole_us: Mapping[int, float], size: int) -> Link:
     """Fit the link. α: two-shot beyond one-shot at the smallest size; β: the cost of also distributing the rows of the
     sum.
 
-    `whole_us`, by world size: the largest two-shot exchange that also distributes the rows of the sum.
+    `whole_us`, by world size: the two-shot exchange of `size` bytes that also distributes the rows of the sum.
     """
     smallest = min(whole_us)
     rows = fastest(times, smallest, Algorithm.TWO_SHOT)
-    size, sharded_us = rows[-1][0], rows[-1][1].us
-    more_us = max(whole_us[smallest] - sharded_us, 1.0)
+    more_us = max(whole_us[smallest] - dict(rows)[size].us, 1.0)
     latency_us = max(rows[0][1].us - fastest(times, smallest, Algorithm.ONE_SHOT)[0][1].us, 1.0)
     return Link(origin, round(latency_us, 3), round((smallest - 1) / smallest * size / more_us * 1e6, -6))
 
