@@ -71,7 +71,8 @@ def rank_main(sizes: list[int]) -> None:
     """One rank: prints a line of times a size, from rank 0."""
     import weaveopt.ops  # noqa: F401
     from weaveopt.fabrics import tcp, topology
-    from weaveopt.measure.clock import CollectiveRendezvous, CpuClock, Launch
+    from weaveopt.measure.clock import CollectiveRendezvous, Launch
+    from weaveopt.measure.host_clock import CpuClock
     from weaveopt.ops.reduction.buffers import memory_plan
     from weaveopt.ops.reduction.call import ReductionCall
     from weaveopt.ops.reduction.variant import ALGORITHMS, KernelRow, Transfer

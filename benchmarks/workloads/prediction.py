@@ -18,7 +18,8 @@ from weaveopt.measure.cases.attention import library as attention
 from weaveopt.measure.cases.attention.library import AttentionCase
 from weaveopt.measure.cases.reduction import calls, peer
 from weaveopt.measure.cases.reduction.calls import Fused
-from weaveopt.measure.clock import Clock, CpuClock, CudaClock, Launch, Sample, barrier, slowest
+from weaveopt.measure.clock import Clock, CudaClock, Launch, Sample, barrier, slowest
+from weaveopt.measure.host_clock import CpuClock
 from weaveopt.measure.ranks import Ranks, subgroup
 from weaveopt.ops.reduction.prices.kernels import kernel_variants
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer

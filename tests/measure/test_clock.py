@@ -11,9 +11,10 @@ import torch
 
 from weaveopt import cost_model
 from weaveopt.cli.progress import progress
-from weaveopt.measure import clock
+from weaveopt.measure import host_clock
 from weaveopt.measure.cases.gemm import CPU_GRID, CPU_RATES
-from weaveopt.measure.clock import APART, CpuClock, Sample, summand_of
+from weaveopt.measure.clock import Sample
+from weaveopt.measure.host_clock import APART, CpuClock, summand_of
 from weaveopt.records.candidate import Fabric
 
 
@@ -38,8 +39,8 @@ class Host:
 def host(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Host]:
     def made(*arguments: Callable[[float], float]) -> Host:
         host = Host(*arguments)
-        monkeypatch.setattr(clock.time, "perf_counter", lambda: host.now)
-        monkeypatch.setattr(clock, "_host_gemm", lambda index: host.others.append(index))
+        monkeypatch.setattr(host_clock.time, "perf_counter", lambda: host.now)
+        monkeypatch.setattr(host_clock, "_host_gemm", lambda index: host.others.append(index))
         return host
 
     return made
@@ -76,7 +77,7 @@ def test_times_are_as_good_as_those_of_longer_measurements(host: Callable[..., H
 
 
 def test_outliers_do_not_count_and_all_else_does(host: Callable[..., Host]) -> None:
-    """What takes longer now and then adds to a model's time; the system's interruptions of one call in thirty do not."""
+    """A call that is longer now and then adds to a model's time; one in thirty that the system interrupts does not."""
     times = [100.0] * 24 + [140.0] * 5 + [9000.0]
     found = summand_of(times)
     assert found.us == pytest.approx((24 * 100.0 + 4 * 140.0) / 28) and found.us > 100.0

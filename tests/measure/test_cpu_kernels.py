@@ -11,7 +11,8 @@ import torch
 from weaveopt.measure.cases import collectives
 from weaveopt.measure.cases.collectives import COMPUTED_US, library_call
 from weaveopt.measure.cases.memory import NORM, add_norm, call_us, fused_kernel, generated_code, kernel_inputs
-from weaveopt.measure.clock import CpuClock, Launch, Sample
+from weaveopt.measure.clock import Launch, Sample
+from weaveopt.measure.host_clock import CpuClock
 
 CPU = torch.device("cpu")
 

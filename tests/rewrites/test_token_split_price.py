@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -14,12 +15,12 @@ from weaveopt.cli import model_source
 from weaveopt.cli import preview as previews
 from weaveopt.cli.model_source import CaptureRequest
 from weaveopt.config import Config
-from weaveopt.cost_model import Machine
+from weaveopt.cost_model import Machine, load
 from weaveopt.fabrics import topology
 from weaveopt.measure.cases.hosts_contention import HostContention
 from weaveopt.measure.session import CalibrationSession
 from weaveopt.preview import preview
-from weaveopt.records.candidate import Fabric
+from weaveopt.records.candidate import LEAVE, Fabric
 from weaveopt.records.report import GraphReport
 from weaveopt.records.task import Stream
 
@@ -116,6 +117,22 @@ def _contention(rank: int) -> tuple[float, float, float]:
     found.measure(CalibrationSession(torch.device("cpu"), lambda *_: None, quick=True))
     [row] = found.contention().rows
     return row.gemm, row.communication, found.exchange.us
+
+
+def test_a_split_is_of_exchanges_whose_contention_was_measured(tmp_path: Path) -> None:
+    """Alone, kernels of the fabric `host` are faster than the library's exchange, and one kind of sites gains nothing
+    by leaving them; how much they slow a GEMM down that runs meanwhile no profile says."""
+    shape = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "vocab_size": 32000}
+    (tmp_path / "config.json").write_text(json.dumps({**MODEL, **shape, "num_hidden_layers": 2}))
+    request = CaptureRequest(str(tmp_path), tp=2, batch=1, seq=1024, phase="prefill", dtype="bfloat16")
+    source, graphs = model_source.load(request.model), list[GraphReport]()
+    backend = preview(Config(), topology.fake(2, 1, "cuda"), load("h200x2-no-peer"), graphs.append)
+    previews.capture(source, request, previews.plan_layers(source, request), backend)
+    [graph] = graphs
+    assert graph.variant.startswith("token_split") and why(graph) == []
+    assert {each.chosen.choice for each in graph.decisions if each.site.kind == "reduction"} == {LEAVE}
+    [whole, split] = graph.variants
+    assert split.predicted_us < 0.9 * whole.predicted_us
 
 
 def test_contention_is_measured_alike_on_all_ranks() -> None:

@@ -15,7 +15,8 @@ from weaveopt.autotune.candidate_run import running
 from weaveopt.autotune.kernel_calls import CPU_COLD_BYTES, GPU_COLD_BYTES, Operands, is_own, launch_of
 from weaveopt.cost_model.gemm import GEMM
 from weaveopt.cost_model.timed import KernelShape, KernelTime
-from weaveopt.measure.clock import HOST_GEMM_US, HOT_US, CpuClock, CudaClock, Launch, Sample
+from weaveopt.measure.clock import HOT_US, CudaClock, Launch, Sample
+from weaveopt.measure.host_clock import HOST_GEMM_US, CpuClock
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from weaveopt.autotune.candidate_run import CandidateRun, running
 from weaveopt.autotune.rank_agreement import RankAgreement
 from weaveopt.cost_model import timing
 from weaveopt.errors import AgreementError, PeerTimeoutError
-from weaveopt.measure.clock import Clock, CpuClock, CudaClock, Meeting
+from weaveopt.measure.clock import Clock, CudaClock, Meeting
+from weaveopt.measure.host_clock import CpuClock
 from weaveopt.records.candidate import Measured, Rejection
 
 RAISED = (AgreementError, PeerTimeoutError)

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from weaveopt.measure import fit
-from weaveopt.measure.clock import Clock, CoarseCpuClock, CpuClock, CudaClock, Sample, barrier
+from weaveopt.measure.clock import Clock, CudaClock, Sample, barrier
+from weaveopt.measure.host_clock import CoarseCpuClock, CpuClock
 
 ShowProgress = Callable[[str, int, int], None]
 """(what, steps done, steps in all)."""

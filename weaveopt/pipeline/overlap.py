@@ -11,10 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from weaveopt.cost_model import measured_contention
 from weaveopt.cost_model.gemm import power_at_clock
 from weaveopt.pipeline.costs import Choices, margin_of
 from weaveopt.pipeline.price import PricedGraph
 from weaveopt.pipeline.problem import Problem
+from weaveopt.pipeline.timeline import Timeline
+from weaveopt.records.task import Stream, Task
+from weaveopt.rule import Proposal
 from weaveopt.solver.selection import EXCLUDED, JointCost
 
 _ROUNDS = 2
@@ -38,6 +42,8 @@ def with_overlap(priced: PricedGraph, isolated: Choices) -> Choices:
     best = search.refined(isolated)
     if problem.concurrent:
         best = min(best, search.refined(_without_waits(problem).best()), key=search.us)
+    if search.is_unsure(best):
+        best = min(best, search.refined(_of_measured(priced, _without_waits(problem)).best()), key=search.us)
     return best
 
 
@@ -65,6 +71,23 @@ def _without_waits(problem: Problem) -> Problem:
     return replace(problem, waits=(*problem.waits, *barred), steps=())
 
 
+def _of_measured(priced: PricedGraph, problem: Problem) -> Problem:
+    """`problem` without choices that run while others compute with contention that was not measured: one kind of
+    sites at a time, none of them may be worth leaving."""
+    contention = measured_contention(priced.surroundings.machine)
+
+    def is_unmeasured(proposal: Proposal) -> bool:
+        asides = [task for task in proposal.tasks if task.stream is not Stream.COMPUTE]
+        return proposal.is_open and any(contention(Task(1.0), task) is None for task in asides)
+
+    barred = []
+    for index, site in enumerate(problem.sites):
+        unmeasured = [at for at, each in enumerate(site.choices) if is_unmeasured(site.proposals[each])]
+        if unmeasured:
+            barred.append(JointCost((index,), {(at,): EXCLUDED for at in unmeasured}))
+    return replace(problem, waits=(*problem.waits, *barred), steps=())
+
+
 @dataclass(frozen=True)
 class _Search:
     """Descent over kinds of sites: all sites of one kind get the same choice at a time."""
@@ -73,6 +96,16 @@ class _Search:
 
     def us(self, choices: Choices) -> float:
         """Time of the graph with these choices, plus what rewrites have to save beyond it."""
+        found, margin_us = self._timeline(choices)
+        return self.priced.problem.us(choices) if found is None else found.upper_steady_us + margin_us
+
+    def is_unsure(self, choices: Choices) -> bool:
+        """True if work would run at once whose contention was not measured."""
+        found, _ = self._timeline(choices)
+        return found is not None and bool(found.schedule.not_measured)
+
+    def _timeline(self, choices: Choices) -> tuple[Timeline | None, float]:
+        """Timeline of the graph with these choices, and what their rewrites have to save beyond it."""
         problem = self.priced.problem
         rewritten, margin_us = {}, 0.0
         for index in range(len(choices)):
@@ -81,8 +114,7 @@ class _Search:
                 estimate = proposal.candidate.estimate
                 rewritten[index] = (estimate, proposal.tasks)
                 margin_us += margin_of(problem.sites[index], proposal)
-        found = self.priced.timeline(rewritten)
-        return problem.us(choices) if found is None else found.upper_steady_us + margin_us
+        return self.priced.timeline(rewritten), margin_us
 
     def refined(self, choices: Choices) -> Choices:
         best, best_us = choices, self.us(choices)
