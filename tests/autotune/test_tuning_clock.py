@@ -10,10 +10,12 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.graphs.nonempty import some
 from weaveopt.autotune import kernel_timing, tune
 from weaveopt.autotune.asked_kernels import AskedKernel
+from weaveopt.autotune.kernel_calls import Operands
 from weaveopt.autotune.kernel_timing import KernelTimings, TuningGpuClock, take_all_s, time_kernels
 from weaveopt.autotune.tune import in_turn
 from weaveopt.cost_model.timed import KernelShape
@@ -162,3 +164,36 @@ def test_kernels_are_weighed_where_the_budget_cannot_hold_them(
     [order] = ordered
     assert tuning._prices.weighed.called == is_weighed
     assert list(order) == (weighed[::-1] if is_weighed else kernels)
+
+
+def gemm(rows: int, *rest: int, us: float = 100.0, is_captured: bool = True) -> AskedKernel:
+    return AskedKernel(KernelShape("gemm", "float32", rows, rest), us, is_captured=is_captured)
+
+
+def test_kernels_follow_the_graphs_largest_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is short and that the captured graph runs leaves the caches as its model does."""
+    made: list[int] = []
+
+    def launch_of(shape: KernelShape, operands: object) -> Launch | None:
+        made.append(shape.size)
+        return None if shape.size == 7 else len
+
+    monkeypatch.setattr(kernel_timing, "launch_of", launch_of)
+    others = [gemm(4, 9000, 32, us=1e5), gemm(3, 999, 32, is_captured=False)]
+    kernels = [gemm(16, 64, 32), gemm(8, 640, 32), gemm(7, 900, 32), *others]
+    assert kernel_timing._other(kernels, Operands(torch.device("cpu"), 1)) is len
+    assert made == [7, 8], "the largest cannot be called alone"
+    assert kernel_timing._other(others, Operands(torch.device("cpu"), 1)) is None
+
+
+def test_weights_are_what_a_graph_reads_whole() -> None:
+    """A token reads one row of an embedding's table, which is as large as all else of a small model."""
+
+    def look_up(tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding(tokens, table) @ weight
+
+    shapes = torch.zeros(3, dtype=torch.int64), torch.zeros(1000, 8), torch.zeros(8, 4)
+    graph = make_fx(look_up, tracing_mode="fake")(*shapes).graph
+    assert tune._weight_bytes(mock.Mock(graph=graph)) == 8 * 4 * 4
+    tied = make_fx(lambda i, t, w: look_up(i, t, w) @ t.t()[:4], tracing_mode="fake")(*shapes).graph
+    assert tune._weight_bytes(mock.Mock(graph=tied)) == (8 * 4 + 1000 * 8) * 4, "a head reads the same table whole"

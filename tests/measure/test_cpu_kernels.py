@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.ranks import run_ranks
 from weaveopt.measure.cases import collectives
 from weaveopt.measure.cases.collectives import COMPUTED_US, library_call
 from weaveopt.measure.cases.memory import NORM, add_norm, call_us, fused_kernel, generated_code, kernel_inputs
@@ -61,3 +62,20 @@ def test_the_library_is_called_after_computation_on_cpu_ranks(device: str, compu
         sample = library_call(OneCall(), ranks, "all_reduce", 1024, 10.0, kernel_us=100.0)  # type: ignore[arg-type]
     assert ((began[0] - start) * 1e6 >= COMPUTED_US) is computes
     assert sample.us >= 1900.0  # the call alone, less the kernel
+
+
+def _replication_of_a_whole_sum(rank: int) -> list[bool | None]:
+    from weaveopt.measure.cases.reduction.calls import Fused, fused_shm, reserve_shm
+    from weaveopt.measure.ranks import subgroup
+    from weaveopt.ops.reduction import op
+    from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
+
+    ranks, fused = subgroup(2, CPU), Fused(KernelRow(0, Algorithm.TWO_SHOT, Transfer.SEGMENT), 256, 8)
+    reserve_shm(ranks, 256, 8)
+    fused_shm(ranks, fused, 8, sharded=False)(0)
+    return [site.replication.known for site in op._bound["cpu"].values()]  # type: ignore[attr-defined]
+
+
+def test_ranks_compare_a_residual_once_where_its_exchange_is_measured() -> None:
+    """One of zeros proves nothing, and was compared in every call: the link seemed a tenth as fast."""
+    assert run_ranks(_replication_of_a_whole_sum, 2) == [[True], [True]]

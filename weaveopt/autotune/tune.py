@@ -261,7 +261,7 @@ def in_turn(weighed: Sequence[AskedKernel], budget_s: float, device: str) -> lis
 def _weight_bytes(captured: CapturedGraph) -> int:
     """Bytes of the graph's inputs that it reads whole: of an embedding's table it reads a row a token."""
     inputs = (node for node in captured.graph.nodes if node.op == "placeholder")
-    whole = (node for node in inputs if not all(name_of(user) in GATHERS for user in node.users))
+    whole = (node for node in inputs if not all(name_of(user.target)[1] in GATHERS for user in node.users))
     return sum(bytes_of(value) for node in whole for value in tensors_of(node))
 
 

@@ -97,7 +97,8 @@ class Draft:
         self._curves: dict[Fabric, list[Curve]] = {}
         self._origins: dict[str, Origin] = {}
         self._host = host(device, world)
-        self._note = f"torch {torch.__version__}, median, slowest rank"
+        middle = "median" if device.type == "cuda" else "mean"
+        self._note = f"torch {torch.__version__}, {middle}, slowest rank"
 
     def origin(self, name: str, samples: Iterable[Sample], what: str) -> str:
         """The name of an origin measured today, with the spread of its samples."""
