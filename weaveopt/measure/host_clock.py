@@ -41,7 +41,7 @@ class CpuClock:
     passes end once the two fastest agree: after two on a quiet host, after `MOST_PASSES` on a busy one.
     """
 
-    LONGEST_S = 0.035
+    LONGEST_S = 0.03
     """Longest duration of a pass, unless its `FEWEST_CALLS` take longer."""
     FEWEST_CALLS, MOST_CALLS, MOST_CALLS_ALONE = 3, 200, 200
     MOST_PASSES = 5
