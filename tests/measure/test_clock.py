@@ -88,6 +88,15 @@ def test_outliers_do_not_count_and_all_else_does(host: Callable[..., Host]) -> N
     assert other[0] == APART, "a GEMM in between does not bring in the weight of the call that follows"
 
 
+def test_a_process_measures_in_inference_mode_and_outside() -> None:
+    """In either order: the GEMM's operands are kept."""
+    host_clock._host_operands.cache_clear()
+    weight = torch.ones(4, 4, requires_grad=True)
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            assert CpuClock().alone(lambda index: weight @ weight, 10.0).us > 0.0
+
+
 class TwoRanks:
     """A meeting with one other rank, which is `factor` times as slow."""
 

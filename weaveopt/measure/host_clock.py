@@ -117,12 +117,11 @@ class CoarseCpuClock(CpuClock):
 
 def _host_gemm(index: int) -> None:
     """A GEMM of weights that take turns."""
-    x, weights, out = _host_operands()
-    torch.mm(x, weights[index % len(weights)], out=out)
+    x, weights = _host_operands()
+    torch.mm(x, weights[index % len(weights)])  # no `out=`: a process may measure in inference mode and outside of it
 
 
 @functools.cache
-def _host_operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _host_operands() -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns, inner = HOST_GEMM
-    x, weights = (torch.ones(*sizes, dtype=torch.bfloat16) for sizes in ((rows, inner), (HOST_COPIES, inner, columns)))
-    return x, weights, torch.empty(rows, columns, dtype=torch.bfloat16)
+    return torch.ones(rows, inner, dtype=torch.bfloat16), torch.ones(HOST_COPIES, inner, columns, dtype=torch.bfloat16)
