@@ -42,7 +42,8 @@ def with_overlap(priced: PricedGraph, isolated: Choices) -> Choices:
     best = search.refined(isolated)
     if problem.concurrent:
         best = min(best, search.refined(_without_waits(problem).best()), key=search.us)
-    if search.is_unsure(best):
+    # Without any contention measured nothing is hidden, whatever is chosen.
+    if priced.surroundings.machine.contention is not None and search.is_unsure(best):
         best = min(best, search.refined(_of_measured(priced, _without_waits(problem)).best()), key=search.us)
     return best
 
