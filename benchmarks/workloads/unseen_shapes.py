@@ -22,8 +22,9 @@ from benchmarks.steady import Steady, steadily
 from benchmarks.timing import Effort, Step, capture, enqueued_us, host_us, nothing
 from benchmarks.workloads import decoder
 from benchmarks.workloads.decoder import INDUCTOR, WEAVE, Compile, Forward, Shape, Variants, Workload
+from weaveopt.autotune.asked_kernels import AskedKernel
 from weaveopt.autotune.kernel_calls import CPU_COLD_BYTES, GPU_COLD_BYTES, Operands, launch_of
-from weaveopt.autotune.kernel_timing import TuningCpuClock, TuningGpuClock
+from weaveopt.autotune.kernel_timing import TuningCpuClock, TuningGpuClock, gemm_between
 from weaveopt.cost_model.timed import KernelShape
 from weaveopt.measure.clock import Clock
 from weaveopt.records.report import GraphReport, KernelReport
@@ -191,8 +192,9 @@ def _times(place: Place, steps: Mapping[str, Step]) -> tuple[dict[str, float], d
 def _gemm_errors(place: Place, report: GraphReport) -> tuple[float, ...]:
     gemms = [kernel for kernel in report.kernels if kernel.kernel.startswith("gemm ")][:MOST_GEMMS]
     is_cpu = place.device.type == "cpu"
-    clock: Clock = TuningCpuClock() if is_cpu else TuningGpuClock()
     operands = Operands(place.device, CPU_COLD_BYTES if is_cpu else GPU_COLD_BYTES)
+    as_asked = [AskedKernel(shape_of(kernel), kernel.us, is_captured=True) for kernel in gemms]
+    clock: Clock = TuningCpuClock(other=gemm_between(as_asked, operands)) if is_cpu else TuningGpuClock()
     found = []
     for kernel in gemms:
         launch = launch_of(shape_of(kernel), operands)

@@ -186,9 +186,9 @@ def test_kernels_follow_the_graphs_largest_gemm(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(kernel_timing, "launch_of", launch_of)
     others = [gemm(4, 9000, 32, us=1e5), gemm(3, 999, 32, is_captured=False)]
     kernels = [gemm(16, 64, 32), gemm(8, 640, 32), gemm(7, 900, 32), gemm(6, 950, 32), *others]
-    assert kernel_timing._other(kernels, Operands(torch.device("cpu"), 1)) is run
+    assert kernel_timing.gemm_between(kernels, Operands(torch.device("cpu"), 1)) is run
     assert made == [6, 7, 8], "the largest cannot be called alone"
-    assert kernel_timing._other(others, Operands(torch.device("cpu"), 1)) is None
+    assert kernel_timing.gemm_between(others, Operands(torch.device("cpu"), 1)) is None
 
 
 def test_weights_are_what_a_graph_reads_whole() -> None:

@@ -55,7 +55,9 @@ def _timed(kernels: Sequence[AskedKernel], device: torch.device, budget_s: float
     began, times, left, failed = time.perf_counter(), list[KernelTime](), list[KernelShape](), list[KernelShape]()
     with running():
         # The GPU's clock captures graphs of its own: of real tensors, though a compile traces fake ones.
-        clock = _gpu_clock() if device.type == "cuda" else TuningCpuClock(began + budget_s, _other(kernels, operands))
+        clock = (
+            _gpu_clock() if device.type == "cuda" else TuningCpuClock(began + budget_s, gemm_between(kernels, operands))
+        )
         first_calls_s = {False: time.perf_counter() - began, True: 0.0}
         for kernel in kernels:
             is_compiled = is_own(kernel.shape)
@@ -95,7 +97,7 @@ class TuningCpuClock(CpuClock):
 
     LONGEST_S = 0.006
     FEWEST_CALLS = 2
-    MOST_CALLS_ALONE = 40
+    MOST_CALLS = 40
     MOST_PASSES = 4
 
     def __init__(self, ends: float = math.inf, other: Launch | None = None) -> None:
@@ -107,7 +109,7 @@ class TuningCpuClock(CpuClock):
         return super()._continues(passes) and (not passes or time.perf_counter() < self._ends)
 
 
-def _other(kernels: Sequence[AskedKernel], operands: Operands) -> Launch | None:
+def gemm_between(kernels: Sequence[AskedKernel], operands: Operands) -> Launch | None:
     """The graph's GEMM of the largest weight, which leaves the caches as its model does; None: there is none that is
     short."""
     gemms = [each for each in kernels if each.is_captured and each.shape.kernel == GEMM and each.us < LONGEST_OTHER_US]

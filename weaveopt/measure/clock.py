@@ -127,7 +127,8 @@ class Clock(Protocol):
         `hot`: at the clock that the step's own power leaves the device, as `alone` measures. Steps that hold a GEMM are
         compared with GEMMs that were measured so.
         """
-        ...
+        [sample] = self.in_turns([launch], [expected_us], CollectiveRendezvous(group), hot)
+        return sample
 
     def in_turns(
         self, launches: Sequence[Launch], expected_us: Sequence[float], ranks: Meeting, hot: bool = False
@@ -165,7 +166,7 @@ def capture(step: Callable[[], object], pool: tuple[int, int]) -> torch.cuda.CUD
     return graph
 
 
-class CudaClock:
+class CudaClock(Clock):
     """Clock of CUDA events around replays of a CUDA graph with many calls, on a warm device.
 
     A graph of GEMMs at full power lowers the device's clock after some ten milliseconds; what comes before that
@@ -254,12 +255,6 @@ class CudaClock:
             event.record()
         torch.cuda.synchronize()
         return [begin.elapsed_time(end) for begin, end in itertools.pairwise(events)]
-
-    def together(
-        self, launch: Launch, expected_us: float, group: dist.ProcessGroup | None = None, hot: bool = False
-    ) -> Sample:
-        [sample] = self.in_turns([launch], [expected_us], CollectiveRendezvous(group), hot)
-        return sample
 
     def in_turns(
         self, launches: Sequence[Launch], expected_us: Sequence[float], ranks: Meeting, hot: bool = False

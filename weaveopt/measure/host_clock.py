@@ -9,9 +9,8 @@ import time
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
-from weaveopt.measure.clock import CollectiveRendezvous, Launch, Meeting, Sample, sample_of
+from weaveopt.measure.clock import Clock, Launch, Meeting, Sample, sample_of
 
 SLOWEST = 0.05
 """Share of a host's calls, the slowest, in which the system did something else."""
@@ -30,7 +29,7 @@ def summand_of(times_us: Sequence[float]) -> Sample:
     return Sample(statistics.fmean(fastest), sample_of(times_us).spread)
 
 
-class CpuClock:
+class CpuClock(Clock):
     """Clock of the host, for single calls: the fastest of several passes' means.
 
     Before each call runs a GEMM, which does not count. After it caches hold neither the code nor the operands of what
@@ -43,7 +42,7 @@ class CpuClock:
 
     LONGEST_S = 0.03
     """Longest duration of a pass, unless its `FEWEST_CALLS` take longer."""
-    FEWEST_CALLS, MOST_CALLS, MOST_CALLS_ALONE = 3, 200, 200
+    FEWEST_CALLS, MOST_CALLS = 3, 200
     MOST_PASSES = 5
     AGREE = 0.04
     """Largest difference between the two fastest passes that counts as agreement."""
@@ -55,7 +54,7 @@ class CpuClock:
     def alone(self, launch: Launch, expected_us: float) -> Sample:
         # The first call is not the machine's: kernels are generated, memory is touched for the first time.
         us = min(self._once(launch, index) for index in range(2))
-        count = self._count(us, self.MOST_CALLS_ALONE)
+        count = self._count(us)
         passes: list[Sample] = []
         while self._continues(passes):
             passes.append(summand_of([self._once(launch, index) for index in range(count)]))
@@ -63,12 +62,6 @@ class CpuClock:
 
     def among_others(self, launch: Launch, expected_us: float) -> Sample:
         return self.alone(launch, expected_us)
-
-    def together(
-        self, launch: Launch, expected_us: float, group: dist.ProcessGroup | None = None, hot: bool = False
-    ) -> Sample:
-        [sample] = self.in_turns([launch], [expected_us], CollectiveRendezvous(group), hot)
-        return sample
 
     def in_turns(
         self, launches: Sequence[Launch], expected_us: Sequence[float], ranks: Meeting, hot: bool = False
@@ -89,9 +82,9 @@ class CpuClock:
         """Seconds that a measurement takes on a quiet host."""
         return (2 + 2 * self._count(expected_us)) * (expected_us + HOST_GEMM_US) * 1e-6
 
-    def _count(self, us: float, most: int = MOST_CALLS) -> int:
+    def _count(self, us: float) -> int:
         """Number of calls of a pass."""
-        return int(min(most, max(self.FEWEST_CALLS, self.LONGEST_S * 1e6 / (us + HOST_GEMM_US))))
+        return int(min(self.MOST_CALLS, max(self.FEWEST_CALLS, self.LONGEST_S * 1e6 / (us + HOST_GEMM_US))))
 
     def _once(self, launch: Launch, index: int) -> float:
         """Microseconds of one call, after what runs before each."""

@@ -73,8 +73,8 @@ def _without_waits(problem: Problem) -> Problem:
 
 
 def _of_measured(priced: PricedGraph, problem: Problem) -> Problem:
-    """`problem` without choices that run while others compute with contention that was not measured: one kind of
-    sites at a time, none of them may be worth leaving."""
+    """`problem` without exchanges whose contention with what is computed meanwhile was not measured. The descent
+    changes one kind of sites at a time, and none of them may gain by leaving such an exchange alone."""
     contention = measured_contention(priced.surroundings.machine)
 
     def is_unmeasured(proposal: Proposal) -> bool:

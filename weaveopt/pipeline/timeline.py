@@ -12,12 +12,8 @@ from functools import cached_property
 
 from weaveopt.cost_model import Interval, Machine, Schedule, measured_contention, schedule
 from weaveopt.cost_model.energy import GraphEnergy, PowerCosts, steady_us
-from weaveopt.records.price import Price, Reading, Uncertainty, added
+from weaveopt.records.price import Price, added
 from weaveopt.records.task import ScheduledTask, Stream, Task
-
-_CONTENTION: Reading = "contention of kernels that are no GEMM"
-_GEMMS = frozenset({"gemm", "reduction", "projections"})
-"""Names of the tasks that are mostly one."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +58,8 @@ class Timeline:
 
     @cached_property
     def price(self) -> Price:
-        """The time in steady state, with the errors of all that runs: overlap takes nothing off them.
-
-        Contention was measured with a GEMM. Of other kernels (grouped GEMMs, attention, what is bound by memory) it may
-        be twice as much, or nothing.
-        """
-        known = added(self.prices).uncertainty
-        other_us = sum(self._slowed_us(task, each) for task, each in self._pairs if task.name not in _GEMMS)
-        return Price(self.steady_us, known.plus(Uncertainty({_CONTENTION: other_us}, known.source)))
+        """The time in steady state, with the errors of all that runs: overlap takes nothing off them."""
+        return Price(self.steady_us, added(self.prices).uncertainty)
 
     @cached_property
     def exposed_us(self) -> float:
@@ -81,23 +71,16 @@ class Timeline:
     @cached_property
     def scheduled(self) -> tuple[ScheduledTask, ...]:
         """Tasks of some length, and when each of them runs."""
+        pairs = zip(self.tasks, self.schedule.intervals, strict=True)
         return tuple(
             ScheduledTask(task.name, task.stream, each.start_us, each.end_us - each.start_us, task.module)
-            for task, each in self._pairs
+            for task, each in pairs
             if task.us > 0
         )
 
-    @property
-    def _pairs(self) -> Iterator[tuple[Task, Interval]]:
-        return zip(self.tasks, self.schedule.intervals, strict=True)
-
     def _on(self, stream: Stream) -> list[Interval]:
-        return [interval for task, interval in self._pairs if task.stream is stream]
-
-    @staticmethod
-    def _slowed_us(task: Task, interval: Interval) -> float:
-        """Time that work on other streams adds to a task that computes."""
-        return interval.end_us - interval.start_us - task.us if task.stream is Stream.COMPUTE else 0.0
+        pairs = zip(self.tasks, self.schedule.intervals, strict=True)
+        return [interval for task, interval in pairs if task.stream is stream]
 
 
 def timeline(
