@@ -96,3 +96,19 @@ def test_between_hosts_a_refused_connection_says_nothing_of_a_rank_that_was_neve
     peer.end()
     found, _ = collected(rounds, 3.0)
     assert found.why is (Why.ENDED if reached else Why.LATE)
+
+
+def test_whoever_may_have_the_store_stays_until_all_that_came_know_of_a_closed_round(
+    store: dist.Store, group: CountingGroup
+) -> None:
+    """Rank 2 never comes, and is not waited for."""
+    first, second = (Rounds("tp", (0, 1, 2), at, cast(dist.ProcessGroup, group), store, OWN_HOST) for at in (0, 1))
+    assert [each.publish("document", "graph", 5.0) for each in (second, first)] == [0, 0]
+    closed = first.collect(0, "graph", "", 0.5)
+    assert isinstance(closed, Closed) and closed.why is Why.LATE and closed.peers == (2,)
+    reading = threading.Timer(0.5, lambda: second.collect(0, "graph", "", 5.0))
+    reading.start()
+    began = time.monotonic()
+    first.settle(0)
+    assert 0.4 < time.monotonic() - began < 3.0
+    reading.join()

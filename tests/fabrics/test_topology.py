@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.ranks import run_ranks
-from weaveopt.errors import ArenaError, WeaveError
+from weaveopt.errors import AgreementError, ArenaError, WeaveError
 from weaveopt.fabrics import shm, topology, traits
 from weaveopt.fabrics.arena import transport
 from weaveopt.fabrics.traits import TRAITS, NativePart, arena_fabric, header_bytes
@@ -136,6 +136,26 @@ def run_slow_readers(rank: int) -> list[str]:
 
 def test_whoever_has_the_store_stays_until_all_have_read() -> None:
     assert run_ranks(run_slow_readers, 3) == [["of 0", "of 1", "of 2"]] * 3
+
+
+def run_one_absent(rank: int) -> float:
+    """Seconds until the exchange, to which rank 2 never comes and rank 1 comes late, is an error here."""
+    channel = topology.exchange(dist.new_group([0, 1, 2]).group_name, 30.0)
+    dist.barrier()
+    began = time.monotonic()
+    if rank < 2:
+        time.sleep(0.5 * rank)
+        with pytest.raises(AgreementError, match=r"rank 2 of \(0, 1, 2\) did not come within 1 s for a test"):
+            channel.gather({"text": ""}, "a test", 1.0)
+    took_s = time.monotonic() - began
+    dist.barrier()
+    return took_s
+
+
+def test_whoever_has_the_store_stays_until_all_that_came_know_who_did_not() -> None:
+    first, second, _ = run_ranks(run_one_absent, 3)
+    assert 1.5 <= second <= first + 0.1, (first, second)
+    assert first < 4.0, "nobody waits for the one that did not come"
 
 
 def test_ranks_that_do_not_spread_evenly_are_refused() -> None:

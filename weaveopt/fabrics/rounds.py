@@ -127,7 +127,14 @@ class Rounds:
     ) -> tuple[str, ...] | Closed:
         """Collect all ranks' documents of a round, in group order, or how it was closed. Raises as `publish`."""
         place = _place(what, number)
-        return bounded(lambda: self._collect(place, skeleton, reason, timeout_s), self.where, what, timeout_s)
+
+        def work() -> tuple[str, ...] | Closed:
+            found = self._collect(place, skeleton, reason, timeout_s)
+            with contextlib.suppress(RuntimeError):  # where the store is gone by now, no rank waits for this one
+                self._store.set(f"{place}/{self._index}/read", "")
+            return found
+
+        return bounded(work, self.where, what, timeout_s)
 
     def decline(self, skeleton: str, reason: str, timeout_s: float, what: str = WHAT) -> None:
         """Closes this rank's next round: ranks that compile a graph of the same collectives hear of it, others pass it
@@ -144,14 +151,15 @@ class Rounds:
         bounded(work, self.where, what, timeout_s)
 
     def settle(self, number: int, wait_s: float = 5.0) -> None:
-        """Make rank 0, which may host the store, wait until all ranks have read a round, for ranks that are about to
-        raise because of it."""
+        """Make rank 0, which may host the store, wait until all ranks with a document in a round have read how it
+        ended, for ranks that are about to raise because of it."""
         if self.rank != 0:
             return
-        keys = [f"{_place(WHAT, number)}/{index}/read" for index in range(len(self._ranks))]
+        documents = [f"{_place(WHAT, number)}/{index}" for index in range(len(self._ranks))]
 
         def work() -> None:
             deadline = time.monotonic() + wait_s
+            keys = [f"{document}/read" for document in documents if self._store.check([document])]
             while time.monotonic() < deadline and not self._store.check(keys):
                 time.sleep(_LAST_PAUSE_S)
 
@@ -260,8 +268,6 @@ class Rounds:
     def _read(self, place: str, keys: Sequence[str]) -> tuple[str, ...]:
         found = tuple(self._store.get(key).decode() for key in keys)
         self._read_peers()
-        with contextlib.suppress(RuntimeError):  # where the store is gone by now, no rank waits for this one
-            self._store.set(f"{place}/{self._index}/read", "")
         return found
 
     def _ask(self, missing: Sequence[int]) -> tuple[Why | None, list[int]]:

@@ -153,6 +153,7 @@ class RecordExchange:
         answers = {**payload, _WHAT: what}
         answer = bounded(lambda: self._exchange(keys, answers, timeout_s), where, what, timeout_s)
         if isinstance(answer, list):
+            self._settle(rank for rank in self.group.ranks if rank not in answer)
             raise AgreementError(
                 f"{where}: {listed('rank', answer)} of {self.group.ranks} did not come within "
                 f"{timeout_s:g} s for {what}"
@@ -172,9 +173,13 @@ class RecordExchange:
         For ranks that raise because of them: rank 0 may host the store, and end. The others would report that the store
         failed, not what they disagreed on.
         """
+        self._settle(self.group.ranks)
+
+    def _settle(self, ranks: Iterable[int]) -> None:
+        """`settle` among `ranks`, global ones, which wrote a payload."""
         if self.group.ranks[self.group.rank] != 0:
             return
-        keys = [f"{self._num_rounds - 1}/{rank}/read" for rank in range(len(self.group.ranks))]
+        keys = [f"{self._num_rounds - 1}/{self.group.ranks.index(rank)}/read" for rank in ranks]
 
         def wait() -> None:
             with contextlib.suppress(RuntimeError):  # one is gone, or late: no rank can wait for it
@@ -191,13 +196,14 @@ class RecordExchange:
             self.store.wait(keys, timedelta(seconds=timeout_s))
         except RuntimeError:
             missing = [r for r, key in zip(self.group.ranks, keys, strict=True) if not self.store.check([key])]
-            if missing:
-                return missing
-            raise
-        answers = tuple(json.loads(self.store.get(key)) for key in keys)
+            if not missing:
+                raise
+            found: tuple[Payload, ...] | list[int] = missing
+        else:
+            found = tuple(json.loads(self.store.get(key)) for key in keys)
         with contextlib.suppress(RuntimeError):  # where the store is gone by now, no rank waits for this one
             self.store.set(f"{keys[self.group.rank]}/read", "")
-        return answers
+        return found
 
 
 @dataclass(frozen=True)

@@ -229,6 +229,8 @@ def _post(
     found: tuple[str, ...] | Closed
     found = number if isinstance(number, Closed) else rounds.collect(number, own.skeleton, compile_.guard, timeout_s)
     if isinstance(found, Closed):
+        if not isinstance(number, Closed) and found.why is not Why.PAST:
+            rounds.settle(number)
         return _closed(group, found, compile_, context), [1]
     documents = [Document.decode(text) for text in found]
     verdict = compare(context.topologies[group].group.ranks, documents)
