@@ -84,6 +84,8 @@ class Interpreter:
             return
         if any(node in self._inside for node in nodes):
             return
+        if any(user not in nodes for node in nodes if node is not output for user in node.users):
+            return  # such as scores that a sink's scale is made of besides: they are needed by themselves
         self._blocks[output] = found
         self._inside.update((node, output) for node in nodes if node is not output)
 

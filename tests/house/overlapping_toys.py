@@ -14,6 +14,7 @@ import operator
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 import torch.fx as fx
@@ -149,6 +150,13 @@ def _join(a: Tensor, b: Tensor, call: str) -> Tensor:
 
 _library.impl("joined", _join, "CPU")
 torch.library.register_fake("house::joined", lambda a, b, call: torch.cat([a, b]), lib=_library)
+
+
+class Failing(RowHalves):
+    """A rule with a fault."""
+
+    def variants(self, captured: CapturedGraph, exposure: Exposure, context: Context) -> NoReturn:
+        raise KeyError("mul_10")
 
 
 @dataclass(frozen=True)

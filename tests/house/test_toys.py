@@ -194,6 +194,13 @@ def test_a_variant_without_a_saving_is_not_taken() -> None:
     assert [each.code for each in report.variants[1].rejections] == ["no_saving"]
 
 
+def test_a_graph_rule_that_fails_costs_its_own_variant() -> None:
+    rules = replace(ROWS_HALVED, graph_rules=(overlapping_toys.Failing(),))
+    report = previewed(chain, chain_inputs(1024), rules, overlapping_machine(fused=0.01))
+    assert [each.chosen.choice for each in report.decisions] == ["all_reduce_rms_norm"]
+    assert [each.code for each in report.variants[1].rejections] == ["rule_failed"] and report.fallbacks == ()
+
+
 def test_a_graph_rule_is_shown_what_is_exposed() -> None:
     """On a machine whose exchanges take no time it refuses, and nothing of its variant is priced."""
     nothing = dict.fromkeys((1, 1 << 13), 1e-09)
@@ -304,10 +311,13 @@ def test_operators_of_a_variant_have_memory_of_their_own() -> None:
         assert (overlapping_toys.JOINED, 96 * INNER * 4) in buffers
 
 
-def _ordered_on_ranks(rank: int, defeated: tuple[int, ...], refusing: tuple[int, ...]) -> tuple[str, list[str]]:
+def _ordered_on_ranks(
+    rank: int, defeated: tuple[int, ...], refusing: tuple[int, ...], failing: tuple[int, ...] = ()
+) -> tuple[str, list[str]]:
     """`stacked` in two halves whose all-reduces are the library's, against eager; the variant, and every reason.
 
-    On `defeated` ranks nothing states the order that is asked of Inductor; `refusing` ranks make no variant.
+    On `defeated` ranks nothing states the order that is asked of Inductor; `refusing` ranks make no variant, nor do
+    `failing` ones, whose rule raises.
     """
     from weaveopt.pipeline import rewrite
     from weaveopt.reporting import registry
@@ -315,7 +325,8 @@ def _ordered_on_ranks(rank: int, defeated: tuple[int, ...], refusing: tuple[int,
     if rank in defeated:
         rewrite.place = lambda graph, order: order
     refuses = rank in refusing
-    rules = replace(ROWS_HALVED, graph_rules=(overlapping_toys.RowHalves(refuses=refuses),))
+    rule = overlapping_toys.Failing() if rank in failing else overlapping_toys.RowHalves(refuses=refuses)
+    rules = replace(ROWS_HALVED, graph_rules=(rule,))
     options = {"force": ["row_halves"], "disable": ["all_reduce_rms_norm"]}
     with torch.no_grad():
         compiled = torch.compile(stacked, backend=functools.partial(backend.weave, rules=rules), options=options)
@@ -330,18 +341,20 @@ def _ordered_on_ranks(rank: int, defeated: tuple[int, ...], refusing: tuple[int,
 
 
 @pytest.mark.parametrize(
-    ("defeated", "refusing", "variant", "reasons"),
+    ("defeated", "refusing", "failing", "variant", "reasons"),
     [
-        ((), (), "row_halves", [set()] * 2),
+        ((), (), (), "row_halves", [set()] * 2),
         # Equal halves: Inductor makes one kernel of both norms, which waits for both sums.
-        ((1,), (), "captured", [{"order_not_kept", "order"}] * 2),
-        ((), (1,), "captured", [set(), {"nothing_exposed"}]),
+        ((1,), (), (), "captured", [{"order_not_kept", "order"}] * 2),
+        ((), (1,), (), "captured", [set(), {"nothing_exposed"}]),
+        ((), (), (1,), "captured", [set(), {"rule_failed"}]),
     ],
 )
 def test_ranks_keep_the_order_of_a_variant_or_run_the_captured_graph(
-    defeated: tuple[int, ...], refusing: tuple[int, ...], variant: str, reasons: list[set[str]]
-) -> None:
-    found = run_ranks(_ordered_on_ranks, 2, defeated, refusing, timeout_s=300)
+    defeated: tuple[int, ...], refusing: tuple[int, ...], failing: tuple[int, ...], variant: str,
+    reasons: list[set[str]],
+) -> None:  # fmt: skip
+    found = run_ranks(_ordered_on_ranks, 2, defeated, refusing, failing, timeout_s=300)
     assert [each for each, _ in found] == [variant] * 2
     assert [set(codes) for _, codes in found] == reasons
 
@@ -374,15 +387,10 @@ def _on_ranks(rank: int, name: str, forced: str, sizes: tuple[tuple[int, ...], .
         ("chain", "library_sum", ((6, 48), (48, 64), (6, 64), (64,), (64, 48)), ["library_sum"], "captured"),
         ("relus", "kept_relu", ((6, 64), (64, 64), (64, 64)), ["leave", "kept_relu"] * 2, "captured"),
         ("summed", "two_halves", ((6, 48), (48, 64)), ["leave"] * 2, "two_halves"),
-        (
-            "fetched",
-            "fetched_ahead",
-            ((6, 64), (64, 64), (64, 64), (64,)),
-            ["leave", "kept_relu"] * 2 + ["fetched_ahead"],
-            "captured",
-        ),
+        ("fetched", "fetched_ahead", ((6, 64), (64, 64), (64, 64), (64,)),
+         ["leave", "kept_relu"] * 2 + ["fetched_ahead"], "captured"),
     ],
-)
+)  # fmt: skip
 def test_on_ranks(name: str, forced: str, sizes: tuple[tuple[int, ...], ...], choices: list[str], variant: str) -> None:
     for found in run_ranks(_on_ranks, 2, name, forced, sizes, timeout_s=300):
         assert (sorted(found[0]), found[1]) == (sorted(choices), variant)

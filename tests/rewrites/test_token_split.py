@@ -19,7 +19,7 @@ from torch import Tensor
 import weaveopt
 from tests.graphs.models import FAMILIES, VOCABULARY, Family, load, one_layer, save
 from tests.graphs.nonempty import some
-from tests.graphs.split_graphs import WORLD, Compared, call_of, compared
+from tests.graphs.split_graphs import BATCH, LENGTH, WORLD, Call, Compared, call_of, compared, reduced
 from tests.ranks import run_ranks
 from tests.ranks.simulated import TEST_ALL, equal_ranks
 
@@ -131,6 +131,31 @@ def test_symbolic_length(tmp_path: Path) -> None:
             call = call_of(load(llama, str(tmp_path), WORLD), "none")
         by_sequence = compared(call, dynamic=True)[0]
     assert by_sequence.axis == "sequence" and by_sequence.differences == [] and not by_sequence.made.late
+
+
+def _sunk(ids: Tensor, table: Tensor, weight: Tensor) -> Tensor:
+    """Causal attention, scaled by a sink that its scores give besides, as Granite's with windows is."""
+    x = reduced(torch.nn.functional.embedding(ids, table))
+    places = torch.arange(ids.shape[1])
+    bias = torch.where(places[None, :] <= places[:, None], 0.0, float("-inf"))
+    for _ in range(2):
+        query, key, value = (x @ weight).unflatten(-1, (6, -1)).transpose(1, 2).chunk(3, 1)
+        scores = query @ key.transpose(-1, -2) * 0.3 + bias
+        attended = scores.softmax(-1) @ value * (scores.logsumexp(-1) - 0.5).sigmoid()[..., None]
+        x = x + reduced(attended.transpose(1, 2).flatten(-2))
+    return x
+
+
+def test_attention_whose_scores_are_read_besides() -> None:
+    """It is no block that can be copied for each part; its nodes are computed one by one."""
+    ids = torch.randint(VOCABULARY, (BATCH, LENGTH))
+    with equal_ranks(WORLD):
+        found = compared(Call(_sunk, (ids, torch.randn(VOCABULARY, 16), torch.randn(16, 48))), (2, 3))
+    assert [(each.axis, each.num_parts) for each in found] == [
+        (axis, num) for axis in ("sequence", "batch") for num in (2, 3)
+    ]
+    assert [text for each in found for text in each.differences] == []
+    assert all(len(each.before) == 2 for each in found), "attention was found"
 
 
 def _check_logits(rank: int, family: Family, folder: str) -> list[str]:

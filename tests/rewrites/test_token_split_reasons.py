@@ -8,12 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch._inductor import config as inductor_config
 
 from tests.graphs.capturing import captured, context_of
+from tests.graphs.split_graphs import reduced
 from tests.ranks.simulated import equal_ranks
 from weaveopt.config import Config
 from weaveopt.cost_model.machine import Contention, ContentionRow
@@ -23,10 +22,6 @@ from weaveopt.rule import CapturedGraph, Context, Exposure, GraphWork
 
 WORLD, VOCABULARY, HIDDEN, BATCH, LENGTH = 2, 32, 16, 1, 8
 HEAD = 8
-
-
-def _reduced(x: Tensor) -> Tensor:
-    return functional.wait_tensor(functional.all_reduce(x, "sum", dist.group.WORLD))
 
 
 def local(x: Tensor, weight: Tensor) -> Tensor:
@@ -74,9 +69,9 @@ def counted(step: int) -> Callable[..., Tensor]:
 
 def model(layer: Callable[..., Tensor], num_layers: int = 3) -> Callable[..., Tensor]:
     def run(ids: Tensor, table: Tensor, weight: Tensor, *others: Tensor) -> Tensor:
-        x = _reduced(torch.nn.functional.embedding(ids, table))
+        x = reduced(torch.nn.functional.embedding(ids, table))
         for _ in range(num_layers):
-            x = x + _reduced(layer(x, weight, *others))
+            x = x + reduced(layer(x, weight, *others))
         return x
 
     return run
@@ -179,7 +174,7 @@ def test_no_token_axis() -> None:
     """Rows `[tokens, hidden]` come from no ids and no embeddings `[batch, length, hidden]`."""
     with equal_ranks(WORLD), torch.no_grad():
         [graph] = captured(
-            lambda x, weight: _reduced(x @ weight), torch.zeros(LENGTH, HIDDEN), torch.zeros(HIDDEN, HIDDEN)
+            lambda x, weight: reduced(x @ weight), torch.zeros(LENGTH, HIDDEN), torch.zeros(HIDDEN, HIDDEN)
         )
     shown = Exposure({graph.groups[0]: 1000.0}, 1000.0)
     assert codes(graph, shown, context(graph, contention=1.0)) == ["no_token_axis"]

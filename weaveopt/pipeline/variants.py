@@ -10,32 +10,49 @@ from functools import partial
 from weaveopt.graph.facts import group_of
 from weaveopt.inductor.calls import COLLECTIVE
 from weaveopt.pipeline.decide import DecidedGraph
+from weaveopt.records.candidate import Rejection
 from weaveopt.records.task import Stream
-from weaveopt.rule import CapturedGraph, Context, Exposure, GraphWork, RuleSet
+from weaveopt.rule import CapturedGraph, Context, Exposure, GraphRule, GraphWork, RuleSet
+
+FAILED = "rule_failed"
 
 
 def variants(decided: DecidedGraph, rules: RuleSet, context: Context) -> tuple[CapturedGraph, ...]:
     """Each graph rule's variants, in order; all compute the same as the captured graph, which is not among them.
 
-    A rule that may not be used is not asked; its variant has the reason. Asserts that a variant that may be used has
-    the inputs of the captured graph.
+    A rule that may not be used is not asked; its variant has the reason. So has that of a rule that fails, unless the
+    option `strict` is on: the captured graph keeps what was decided for it.
     """
     if not rules.graph_rules:
         return ()
     captured = decided.priced.captured
     exposed = exposure(decided)
     found = []
-    inputs = [node.name for node in captured.graph.find_nodes(op="placeholder")]
     for rule in rules.graph_rules:
         against = context.against(rule.name)
+        try:
+            made = () if against is not None else _made_by(rule, captured, exposed, context)
+        except Exception as error:
+            if context.config.strict:
+                raise
+            against = Rejection(FAILED, f"the rule failed on this graph: {type(error).__name__}: {error}")
         if against is not None:
-            found.append(replace(captured, variant=rule.name, rule=rule.name, rejections=(against,)))
-            continue
-        for each in rule.variants(captured, exposed, context):
-            assert each.rejections or each.graph is not captured.graph, f"{rule.name} changed the captured graph"
-            own = [node.name for node in each.graph.find_nodes(op="placeholder")]
-            assert own == inputs, f"{rule.name}: {each.variant} takes {own}, the captured graph {inputs}"
-            found.append(replace(each, rule=rule.name))
+            made = (replace(captured, variant=rule.name, rule=rule.name, rejections=(against,)),)
+        found.extend(made)
+    return tuple(found)
+
+
+def _made_by(
+    rule: GraphRule, captured: CapturedGraph, exposed: Exposure, context: Context
+) -> tuple[CapturedGraph, ...]:
+    """The variants of one rule. Asserts that those that may be used have the captured graph's inputs, and leave it."""
+    inputs = [node.name for node in captured.graph.find_nodes(op="placeholder")]
+    found = []
+    for each in rule.variants(captured, exposed, context):
+        assert each.rejections or each.graph is not captured.graph, f"{rule.name} changed the captured graph"
+        own = [node.name for node in each.graph.find_nodes(op="placeholder")]
+        assert own == inputs, f"{rule.name}: {each.variant} takes {own}, the captured graph {inputs}"
+        found.append(replace(each, rule=rule.name))
     return tuple(found)
 
 
