@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.fx as fx
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -22,6 +24,7 @@ from weaveopt.config import Config
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import rounds
 from weaveopt.pipeline import plan as planning
+from weaveopt.pipeline import shared_facts
 from weaveopt.records.report import GraphReport
 from weaveopt.rewrites import RULES
 
@@ -159,6 +162,32 @@ def test_the_offset_of_a_rank_in_the_vocabulary_orders_nothing() -> None:
     """It is 0 on the first rank, where torch drops it: the graphs have different numbers of nodes."""
     for (each,) in run_ranks(run_parallel_branches, 2):
         assert each == Found((True,) * 2, ())
+
+
+def run_own_readers(rank: int) -> list[Found]:
+    """A sum without a norm, which the first rank reads once more."""
+    w = forms.make_weights(torch.float32)
+
+    def block(x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        total = forms.all_reduce(x @ w.product)
+        return (total.relu(), total.cos()) if rank == 0 else (total.relu(),)
+
+    return run(block, config(), *inputs(rank))
+
+
+def test_who_reads_a_sum_is_a_ranks_own_business() -> None:
+    for (each,) in run_ranks(run_own_readers, 2):
+        assert each == Found((True,), ())
+
+
+def test_the_structure_of_a_graph_is_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions of Python, as sizes are computed by, have other addresses there."""
+    graph = fx.Graph()
+    least = graph.call_function(torch.sym_min, (graph.placeholder("tokens"), 5))
+    graph.output(graph.call_function(operator.mul, (least, 2)))
+    monkeypatch.setattr(shared_facts, "digest", "\n".join)
+    text = shared_facts.structure_of(graph)
+    assert "sym_min" in text and "mul" in text and "0x" not in text
 
 
 @pytest.mark.parametrize("case", CASES)

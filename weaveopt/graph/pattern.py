@@ -65,8 +65,16 @@ class Pattern(Protocol):
 def describe(value: Argument) -> str:
     """A node or scalar in a few words for a reason."""
     if isinstance(value, fx.Node):
-        return str(value.target) if value.op == "call_function" else f"{value.op} {value.name}"
+        return target_name(value) if value.op == "call_function" else f"{value.op} {value.name}"
     return repr(value)
+
+
+def target_name(node: fx.Node) -> str:
+    """The name of what a node calls or holds, alike in every process: texts of Python's functions hold an address."""
+    target = node.target
+    if isinstance(target, str | torch._ops.OpOverload | torch._ops.HigherOrderOperator):
+        return str(target)
+    return f"{target.__module__}.{getattr(target, '__qualname__', type(target).__qualname__)}"
 
 
 def _name(value: Argument) -> str:

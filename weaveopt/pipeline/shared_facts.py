@@ -17,7 +17,7 @@ import torch.fx as fx
 
 from weaveopt.fabrics.rounds import digest
 from weaveopt.graph.facts import events_of
-from weaveopt.graph.pattern import is_call, tensor_of
+from weaveopt.graph.pattern import is_call, target_name, tensor_of
 from weaveopt.graph.values import hint
 from weaveopt.records.candidate import Rejection
 from weaveopt.records.memory import MemoryPlan
@@ -192,7 +192,7 @@ def _against_all(first_rank: int, first: Document, rank: int, other: Document) -
 
 def _facts(decision: Decision) -> dict[str, str]:
     site = decision.site
-    facts = {"computation": site.description}
+    facts = {"computation": site.description.removesuffix(site.own_text)}
     facts.update((name, json.dumps(value)) for name, value in site.facts if name not in site.own_facts)
     facts.update((f"token count, {name}", json.dumps(value)) for name, value in asdict(site.tokens).items())
     chosen = decision.chosen
@@ -266,7 +266,7 @@ def structure_of(graph: fx.Graph) -> str:
         index[node] = len(lines)
         value = tensor_of(node)
         sizes = () if value is None else tuple(hint(size) for size in value.shape)
-        lines.append(f"{node.op} {node.target if node.op != 'placeholder' else ''} {sizes} "
+        lines.append(f"{node.op} {target_name(node) if node.op != 'placeholder' else ''} {sizes} "
                      f"{[index[each] for each in node.all_input_nodes]}")  # fmt: skip
     return digest(lines)
 

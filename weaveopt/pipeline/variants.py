@@ -27,7 +27,7 @@ def variants(decided: DecidedGraph, rules: RuleSet, context: Context) -> tuple[C
         return ()
     captured = decided.priced.captured
     exposed = exposure(decided)
-    found = []
+    found: list[CapturedGraph] = []
     for rule in rules.graph_rules:
         against = context.against(rule.name)
         try:

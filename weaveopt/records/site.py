@@ -53,3 +53,5 @@ class Site:
     """How many places of the whole model this one stands for (layers of the same kind)."""
     own_facts: tuple[str, ...] = field(default=(), compare=False)
     """Names of facts that concern this rank alone: the width of its shard, a bias that its GEMM adds."""
+    own_text: str = field(default="", compare=False)
+    """The end of `description` that concerns this rank alone: which node keeps a norm from being in the site."""

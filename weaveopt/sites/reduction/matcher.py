@@ -128,10 +128,11 @@ def _found(node: fx.Node, reduced: Reduced | Rejection, absorbed: frozenset[fx.N
     quantized = found if isinstance(found, Quantized) else None
     structure = _structure(reduced, quantized)
     facts = _facts(structure, absorbed, context)
-    description = reduced.text + _quantization_text(found)
+    own_text = reduced.own_text + (_left_text(found) if isinstance(found, Rejection) else "")
+    description = reduced.text + (quantized.text if quantized is not None else "") + own_text
     rejections = () if isinstance(facts, ReductionFacts) else (facts,)
     known = facts if isinstance(facts, ReductionFacts) else None
-    site = _site(node, reduced.collectives, description, known, context, rejections)
+    site = _site(node, reduced.collectives, description, known, context, rejections, own_text)
     nodes = structure.interior | structure.gemm_nodes | (quantized.nodes if quantized is not None else frozenset())
     consumers = structure.readers.nodes - nodes if structure.readers is not None and known is not None else frozenset()
     numbers = symbols_of((*reduced.scalars, *(quantized.numbers if quantized is not None else ())))
@@ -145,6 +146,7 @@ def _site(
     facts: ReductionFacts | None,
     context: Context,
     rejections: tuple[Rejection, ...],
+    own_text: str = "",
 ) -> Site:
     value = tensor_of(node)
     hint, most = (0, 0) if value is None or value.ndim < 1 else count_tokens(value, context.config.max_tokens)
@@ -155,6 +157,7 @@ def _site(
         module=module_of(node),
         collectives=tuple(collective.name for collective in collectives),
         description=description,
+        own_text=own_text,
         tokens=TokenCounts(hint, most=most),
         facts=() if facts is None else facts.values(),
         own_facts=OWN_FACTS,
@@ -256,8 +259,6 @@ def _producers(reduced: Reduced) -> Iterator[fx.Node]:
             yield gemm
 
 
-def _quantization_text(quantized: Quantized | Rejection | None) -> str:
-    if not isinstance(quantized, Rejection):
-        return "" if quantized is None else quantized.text
-    values = ", ".join(f"{name} {value}" for name, value in quantized.values)
-    return f" -> e4m3 left as it is: {quantized.message} ({values})"
+def _left_text(quantization: Rejection) -> str:
+    values = ", ".join(f"{name} {value}" for name, value in quantization.values)
+    return f" -> e4m3 left as it is: {quantization.message} ({values})"

@@ -127,7 +127,8 @@ def _found(node: fx.Node, scattered: Scattered | Rejection, context: Context) ->
         return FoundSite(_site(node, scattered.collectives, "", None, tokens, facts), scattered.nodes)
     scalars = [scalar for partial in scattered.partials for scalar in partial.scalars]
     numbers = (*scalars, *scattered.scalars, *(() if scattered.after is None else scattered.after.scalars))
-    site = _site(node, scattered.collectives, _text(facts, scattered), facts, tokens, ())
+    own_text = "" if scattered.after is None else scattered.after.own_text
+    site = _site(node, scattered.collectives, _text(facts, scattered) + own_text, facts, tokens, (), own_text)
     return FoundSite(site, scattered.nodes, facts, scattered, symbols_of(numbers), gemm)
 
 
@@ -138,6 +139,7 @@ def _site(
     facts: ScatterFacts | None,
     tokens: TokenCounts,
     rejections: tuple[Rejection, ...],
+    own_text: str = "",
 ) -> Site:
     return Site(
         id=node.name,
@@ -146,6 +148,7 @@ def _site(
         module=module_of(node),
         collectives=tuple(each.name for each in collectives),
         description=description,
+        own_text=own_text,
         tokens=tokens,
         facts=() if facts is None else facts.values(),
         own_facts=OWN_FACTS,

@@ -74,10 +74,15 @@ class Reduced:
         if self.post is not None:
             words += f" -> {self.post.text}"
         words += " + residual" * len(self.residuals)
-        if self.without_norm is not None:
-            values = ", ".join(f"{name} {value}" for name, value in self.without_norm.values)
-            return f"{words}; no norm: {self.without_norm.message} ({values})"
         return words + (f" -> {self.norm.text}" if self.norm is not None else "")
+
+    @property
+    def own_text(self) -> str:
+        """The reason why no norm follows: it names nodes that other ranks may not have."""
+        if self.without_norm is None:
+            return ""
+        values = ", ".join(f"{name} {value}" for name, value in self.without_norm.values)
+        return f"; no norm: {self.without_norm.message} ({values})"
 
     @property
     def total_is_read(self) -> bool:
