@@ -14,7 +14,7 @@ from tests.graphs.experts_cases import CALLS, ROUTINGS, Sizes, expected, make_op
 from tests.graphs.nonempty import some
 from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.errors import WeaveError
-from weaveopt.ops.experts import by_expert
+from weaveopt.ops.experts import by_expert, library
 from weaveopt.ops.experts.call import ExpertsCall, decode
 from weaveopt.ops.experts.library import plain
 from weaveopt.ops.experts.reference import reference
@@ -58,6 +58,19 @@ def test_many_rows_an_expert(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
         sizes = Sizes(tokens=70, choices=2, experts=3, hidden=48, inner=33, bias=bias, transposed=bias)
         operands = make_operands(sizes, SILU, dtype, 1, "skewed")
         assert_close(run(operands, SILU), expected(operands, SILU).to(dtype), KERNEL, str(sizes))
+
+
+@pytest.mark.parametrize("routing", ["skewed", "some_foreign", "one_expert"])
+def test_rows_and_tokens_in_blocks(monkeypatch: pytest.MonkeyPatch, routing: str) -> None:
+    """Blocks of one expert and of several, and the last tokens, give the same bits as all rows at once."""
+    operands = make_operands(Sizes(tokens=41, choices=3, experts=7, bias=True), SILU, torch.bfloat16, 5, routing)
+    at_once = run(operands, SILU)
+    assert_close(at_once, expected(operands, SILU).to(torch.bfloat16), KERNEL, routing)
+    monkeypatch.setattr(by_expert, "BLOCK_ROWS", 20)
+    monkeypatch.setattr(library, "COMBINED_TOKENS", 8)
+    ranges = by_expert.ranges_of([7, 0, 30, 5, 15, 1])
+    assert [[each.expert for each in block] for _, block in by_expert.blocks_of(ranges)] == [[0], [2], [3, 4], [5]]
+    assert torch.equal(run(operands, SILU), at_once)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

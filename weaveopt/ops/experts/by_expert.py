@@ -9,7 +9,7 @@ it in models.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -24,6 +24,11 @@ WIDEN_ROWS = 4
 """Number of rows above which a half-precision GEMM without CPU instructions runs in fp32 instead."""
 WIDEN_BLOCK_ELEMENTS = 1 << 19
 """Elements of a weight that are upcast at a time: 2 MiB, which the next GEMM finds in the cache."""
+
+
+BLOCK_ROWS = 512
+"""Rows that pass through both GEMMs at a time: what is between them stays in the cache, in memory that is used again.
+An expert with more rows is a block by itself."""
 
 
 class ExpertWeights(NamedTuple):
@@ -72,14 +77,34 @@ def ranges_of(counts: Sequence[int]) -> list[RowRange]:
     return ranges
 
 
+def blocks_of(ranges: Sequence[RowRange]) -> Iterator[tuple[slice, list[RowRange]]]:
+    """The rows of neighbouring experts in blocks of about `BLOCK_ROWS`, and the block's ranges, counted from its first
+    row."""
+    block: list[RowRange] = []
+    for each in ranges:
+        if block and each.end - block[0].first > BLOCK_ROWS:
+            yield _counted(block)
+            block = []
+        block.append(each)
+    if block:
+        yield _counted(block)
+
+
+def _counted(block: Sequence[RowRange]) -> tuple[slice, list[RowRange]]:
+    begin = block[0].first
+    return slice(begin, block[-1].end), [RowRange(each.expert, each.first - begin, each.end - begin) for each in block]
+
+
 def through_experts(
     rows: Tensor, ranges: Sequence[RowRange], weights: ExpertWeights | StackedWeights, act: Activation
 ) -> Tensor:
     """[rows, hidden]: what the expert of each range makes of its rows, in their dtype; every row is in a range."""
-    inner = rows.new_empty((len(rows), weights.gate_up.shape[1]))
-    multiply(rows, weights.gate_up, weights.gate_up_bias, ranges, inner)
     product = rows.new_empty((len(rows), weights.down.shape[1]))
-    multiply(act(inner), weights.down, weights.down_bias, ranges, product)
+    for taken, block in blocks_of(ranges):
+        own = rows[taken]
+        inner = own.new_empty((len(own), weights.gate_up.shape[1]))
+        multiply(own, weights.gate_up, weights.gate_up_bias, block, inner)
+        multiply(act(inner), weights.down, weights.down_bias, block, product[taken])
     return product
 
 

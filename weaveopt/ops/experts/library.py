@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import torch
 
-from weaveopt.ops.experts.by_expert import ranges_of, through_experts
+from weaveopt.ops.experts.by_expert import blocks_of, ranges_of, through_experts
 from weaveopt.ops.experts.call import ExpertsCall
 from weaveopt.ops.experts.expert_ranges import StackedWeight
 from weaveopt.ops.experts.shapes import ExpertOperands, checked_shape
 
 Tensor = torch.Tensor
+COMBINED_TOKENS = 128
+"""Tokens whose results are added at a time on a CPU: their sums in fp32 stay in the cache."""
 
 
 def on_cpu(operands: ExpertOperands, call: ExpertsCall) -> Tensor:
@@ -20,25 +22,31 @@ def on_cpu(operands: ExpertOperands, call: ExpertsCall) -> Tensor:
     own = (chosen >= 0) & (chosen < shape.experts)
     by_expert, order = torch.where(own, chosen, shape.experts).sort(stable=True)
     counts = torch.bincount(by_expert, minlength=shape.experts + 1).tolist()[:-1]
-    order = order[: sum(counts)]
-    rows = x.index_select(0, order // shape.choices)
-    product = through_experts(rows, ranges_of(counts), operands.of_experts, call.act)
+    tokens = order // shape.choices
     # Foreign choices' rows are zero.
-    new = x.new_empty if len(order) == shape.rows else x.new_zeros
+    new = x.new_empty if sum(counts) == shape.rows else x.new_zeros
     results = new((shape.rows, shape.hidden))
-    results.index_copy_(0, order, product)
+    for taken, ranges in blocks_of(ranges_of(counts)):
+        rows = x.index_select(0, tokens[taken])
+        results.index_copy_(0, order[taken], through_experts(rows, ranges, operands.of_experts, call.act))
     return combine(results.view(shape.tokens, shape.choices, shape.hidden), operands, own)
 
 
 def combine(results: Tensor, operands: ExpertOperands, own: Tensor) -> Tensor:
     """The weighted sum of `results` [T, k, H] over the own ones of each token's choices, in their order, in fp32."""
+    x = operands.x
     tokens, choices = operands.experts.shape
     # Zero times zero: the weight of a remote expert may be anything.
     weights = operands.weights.float().masked_fill(~own.view(tokens, choices), 0.0)
-    y = results[:, 0].float() * weights[:, :1]
-    for choice in range(1, choices):
-        y.addcmul_(results[:, choice].float(), weights[:, choice : choice + 1])
-    return y.to(operands.x.dtype)
+    most = COMBINED_TOKENS if x.is_cpu else max(tokens, 1)
+    sums = x.new_empty((tokens, results.shape[2]))
+    for first in range(0, tokens, most):
+        taken = slice(first, first + most)
+        y = results[taken, 0].float() * weights[taken, :1]
+        for choice in range(1, choices):
+            y.addcmul_(results[taken, choice].float(), weights[taken, choice : choice + 1])
+        sums[taken] = y
+    return sums
 
 
 def plain(operands: ExpertOperands, call: ExpertsCall) -> Tensor:
