@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,10 +25,13 @@ from weaveopt import cost_model
 from weaveopt.config import Config
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import rounds
+from weaveopt.inductor.dynamo import current_compile
+from weaveopt.pipeline import agree, shared_facts
 from weaveopt.pipeline import plan as planning
-from weaveopt.pipeline import shared_facts
+from weaveopt.records.candidate import Rejection
 from weaveopt.records.report import GraphReport
 from weaveopt.rewrites import RULES
+from weaveopt.rule import Context
 
 RULE = "all_reduce_rms_norm"
 TOKENS = 6
@@ -178,6 +183,20 @@ def run_own_readers(rank: int) -> list[Found]:
 def test_who_reads_a_sum_is_a_ranks_own_business() -> None:
     for (each,) in run_ranks(run_own_readers, 2):
         assert each == Found((True,), ())
+
+
+def test_what_all_leave_is_left_where_nothing_was_rewritten_too() -> None:
+    """What is left at a neighbour can make a site worth it, on one rank alone, and nobody compares again."""
+    sites = (("first", "tp", True), ("second", "tp", False), ("other", "dp", True))
+    decisions = [
+        SimpleNamespace(site=SimpleNamespace(id=name, groups=(group,)), rewritten=rewritten)
+        for name, group, rewritten in sites
+    ]
+    state: Any = SimpleNamespace(decisions=decisions)
+    agreement = agree._Agreement((), state, RULES, cast(Context, None), ("tp", "dp"), current_compile())
+    why = Rejection("ranks_differ", "the graphs differ")
+    assert agreement._take("tp", shared_facts.Verdict(all_left=why))
+    assert agreement.left == {"first": why, "second": why}
 
 
 def test_the_structure_of_a_graph_is_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:

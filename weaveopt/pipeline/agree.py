@@ -167,7 +167,8 @@ class _Agreement:
             self.failure = self.failure or verdict.failure
             all_left = Rejection(CODE, f"a step failed on {verdict.failure}")
         if all_left is not None:
-            left = dict.fromkeys((d.site.id for d in self._of(group) if d.rewritten), all_left)
+            # Also those that are left now: what is left at a neighbour can make them worth it.
+            left = dict.fromkeys((d.site.id for d in self._of(group)), all_left)
         if verdict.captured_only:
             self.current = self.every[0]
         self._leave(left)
