@@ -186,7 +186,7 @@ def test_who_reads_a_sum_is_a_ranks_own_business() -> None:
 
 
 def test_what_all_leave_is_left_where_nothing_was_rewritten_too() -> None:
-    """What is left at a neighbour can make a site worth it, on one rank alone, and nobody compares again."""
+    """A site can become worth it where its neighbour is left, on one rank alone, and nobody compares again."""
     sites = (("first", "tp", True), ("second", "tp", False), ("other", "dp", True))
     decisions = [
         SimpleNamespace(site=SimpleNamespace(id=name, groups=(group,)), rewritten=rewritten)
