@@ -14,7 +14,6 @@ from tests.graphs.random_graphs import Program
 from tests.ranks import run_ranks
 from tests.ranks.simulated import TEST_ALL
 from weaveopt.config import Config
-from weaveopt.pipeline.variants import FAILED
 from weaveopt.records.report import GraphReport
 
 FIRST_SEED = int(os.environ.get("GRAPH_SEED", "144"))
@@ -44,8 +43,7 @@ def run_programs(rank: int, seeds: range) -> tuple[list[str], int]:
                         complaints.append(f"{program.text}: result {at} of {tuple(x.shape)} is wrong")
         for report in reports:
             num_rewritten += report.num_rewritten
-            failed = [why.message for each in report.variants for why in each.rejections if why.code == FAILED]
-            complaints += [f"{program.text}: {text}" for text in (*map(str, report.fallbacks), *failed)]
+            complaints += [f"{program.text}: {each}" for each in (*report.fallbacks, *report.failed_rules)]
     return complaints, num_rewritten
 
 

@@ -11,8 +11,17 @@ from weaveopt.errors import OptionError
 from weaveopt.fabrics.traits import header_bytes
 from weaveopt.records.candidate import Candidate, Fabric, Rejection, TableRow
 from weaveopt.records.memory import Lifetime, PlacedBuffer
-from weaveopt.records.report import ChoiceRange, Decision, MachineSummary, Report, Sensitivity, Variant, WorkFailure
-from weaveopt.reporting import memory, parts, reasons, timeline, why
+from weaveopt.records.report import (
+    RULE_FAILED,
+    ChoiceRange,
+    Decision,
+    MachineSummary,
+    Report,
+    Sensitivity,
+    Variant,
+    WorkFailure,
+)
+from weaveopt.reporting import memory, parts, reasons, screen, timeline, why
 from weaveopt.reporting import text as render
 from weaveopt.reporting.headline import headline
 
@@ -220,7 +229,12 @@ def test_why_finds_by_id_module_and_kind_and_names_the_nearest_otherwise(report:
 
 
 def test_fallbacks_and_missing_parts_are_said(report: Report) -> None:
-    assert "ValueError: odd" in render.text(report)
+    assert "ValueError: odd" in render.text(report) and "fault:" not in render.text(report)
+    failed = Variant("halves", "halves", rejections=(Rejection(RULE_FAILED, "KeyError: 'mul'"),))
+    graph = replace(report.graphs[0], variants=(*report.graphs[0].variants, failed))
+    faulty = replace(report, graphs=(graph,))
+    for text in (render.text(faulty), screen.text(faulty)):
+        assert "fault: graph graph_0 has no variant of halves, which failed: KeyError: 'mul'" in text
     bare = Report("m", 2, MachineSummary("h", True))
     assert "every constant measured" in render.text(bare)
     assert "no graph was compiled yet" in render.text(bare)

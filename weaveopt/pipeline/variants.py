@@ -11,10 +11,9 @@ from weaveopt.graph.facts import group_of
 from weaveopt.inductor.calls import COLLECTIVE
 from weaveopt.pipeline.decide import DecidedGraph
 from weaveopt.records.candidate import Rejection
+from weaveopt.records.report import RULE_FAILED
 from weaveopt.records.task import Stream
 from weaveopt.rule import CapturedGraph, Context, Exposure, GraphRule, GraphWork, RuleSet
-
-FAILED = "rule_failed"
 
 
 def variants(decided: DecidedGraph, rules: RuleSet, context: Context) -> tuple[CapturedGraph, ...]:
@@ -35,7 +34,8 @@ def variants(decided: DecidedGraph, rules: RuleSet, context: Context) -> tuple[C
         except Exception as error:
             if context.config.strict:
                 raise
-            against = Rejection(FAILED, f"the rule failed on this graph: {type(error).__name__}: {error}")
+            lines = str(error).splitlines()
+            against = Rejection(RULE_FAILED, f"{type(error).__name__}: {lines[0] if lines else 'no message'}")
         if against is not None:
             made = (replace(captured, variant=rule.name, rule=rule.name, rejections=(against,)),)
         found.extend(made)

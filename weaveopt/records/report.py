@@ -10,6 +10,9 @@ from weaveopt.records.memory import MemoryPlan
 from weaveopt.records.site import Site
 from weaveopt.records.task import ScheduledTask
 
+RULE_FAILED = "rule_failed"
+"""Code of a graph rule's fault: its variants are not there, and all else of the graph is as ever."""
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -206,6 +209,12 @@ class GraphReport:
     for."""
     schedule: tuple[ScheduledTask, ...] = ()
     """The variant that runs, if it is not the captured graph."""
+
+    @property
+    def failed_rules(self) -> tuple[tuple[str, str], ...]:
+        """Graph rules that failed on this graph, with the error of each."""
+        reasons = [(each.rule, why) for each in self.variants for why in each.rejections]
+        return tuple((rule, why.message) for rule, why in reasons if why.code == RULE_FAILED)
 
     @property
     def num_rewritten(self) -> int:

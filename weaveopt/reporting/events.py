@@ -21,6 +21,8 @@ def log(graph: GraphReport) -> None:
         LOGGER.info("%s", graph_line(graph))
         for fallback in graph.fallbacks:
             LOGGER.info("%s runs unrewritten, step %s: %s", graph.name, fallback.step, fallback.error)
+        for rule, error in graph.failed_rules:
+            LOGGER.info("%s has no variant of %s, which failed: %s", graph.name, rule, error)
     if LOGGER.isEnabledFor(logging.DEBUG):
         for line in (*decision_table(graph), *site_lines(graph)):
             LOGGER.debug("%s", line)

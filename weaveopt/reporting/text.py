@@ -55,7 +55,10 @@ def _report(report: Report, width: int) -> list[RenderableType]:
 
 
 def fallback_lines(report: Report) -> Iterator[str]:
-    """Each step that failed, with the graph that therefore runs as it was."""
+    """Each step that failed, with the graph that therefore runs as it was, and each graph rule that did."""
+    for graph in report.graphs:
+        for rule, error in graph.failed_rules:
+            yield f"fault: graph {graph.name} has no variant of {rule}, which failed: {error}"
     for fallback in dict.fromkeys((*report.fallbacks, *(f for graph in report.graphs for f in graph.fallbacks))):
         yield f"fallback: graph {fallback.graph} runs unrewritten, step {fallback.step}: {fallback.error}"
 
