@@ -1,4 +1,4 @@
-"""Numbers with their nouns, in every message and report."""
+"""Numbers with their nouns, and errors in one line, in every message and report."""
 
 from __future__ import annotations
 
@@ -13,3 +13,9 @@ def counted(number: int, noun: str, several: str = "") -> str:
 def listed(noun: str, members: Sequence[object]) -> str:
     """`rank 1` of one member, `ranks 1, 2` of several."""
     return f"{noun if len(members) == 1 else f'{noun}s'} {', '.join(map(str, members))}"
+
+
+def named(error: BaseException) -> str:
+    """`KeyError: 'mul'`: the type and the first line of an error that has words."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return f"{type(error).__name__}: {next((line for line in lines if line), 'no message')}"

@@ -143,6 +143,7 @@ STEPS = (
 class Program:
     """A random program, its input, and the rules that are forced on it."""
 
+    seed: int
     run: Callable[[Tensor], tuple[Tensor, ...]]
     shapes: tuple[tuple[int, int], ...]
     """Batch and length of each call; more than one for a program of symbolic sizes."""
@@ -162,14 +163,15 @@ class Program:
 
         def run(x: Tensor) -> tuple[Tensor, ...]:
             state = State(norm(x, weights[0].norm), x, norm, rank == 0)
-            for step, own in zip(steps, weights, strict=True):
-                step(state, own)
+            for step, each in zip(steps, weights, strict=True):
+                step(state, each)
             return (state.hidden, state.residual, *state.results)
 
         names = " ".join(step.__name__ for step in steps)
         text = f"seed {seed}: {names}, norm {NORMS.index(norm)}, {batch} x {lengths}, force {force}"
-        return Program(run, tuple((batch, each) for each in lengths), force, text)
+        return Program(seed, run, tuple((batch, each) for each in lengths), force, text)
 
-    def inputs(self, seed: int) -> list[Tensor]:
+    def inputs(self) -> list[Tensor]:
         """Equal on all ranks."""
-        return [torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(seed)) for shape in self.shapes]
+        generator = torch.Generator().manual_seed(self.seed)
+        return [torch.randn(*shape, HIDDEN, generator=generator) for shape in self.shapes]

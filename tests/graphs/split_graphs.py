@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 import torch.fx as fx
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
@@ -26,10 +24,6 @@ from weaveopt.sites.mixture.matcher import MixtureMatcher
 
 BATCH, LENGTH, CACHED, WORLD = 3, 11, 32, 2
 TOLERANCE = 1e-4
-
-
-def reduced(x: Tensor) -> Tensor:
-    return functional.wait_tensor(functional.all_reduce(x, "sum", dist.group.WORLD))
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import weaveopt
+from tests.graphs import forms
 from tests.graphs.models import FAMILIES, VOCABULARY, Family, load, one_layer, save
 from tests.graphs.nonempty import some
-from tests.graphs.split_graphs import BATCH, LENGTH, WORLD, Call, Compared, call_of, compared, reduced
+from tests.graphs.split_graphs import BATCH, LENGTH, WORLD, Call, Compared, call_of, compared
 from tests.ranks import run_ranks
 from tests.ranks.simulated import TEST_ALL, equal_ranks
 
@@ -135,14 +136,14 @@ def test_symbolic_length(tmp_path: Path) -> None:
 
 def _sunk(ids: Tensor, table: Tensor, weight: Tensor) -> Tensor:
     """Causal attention, scaled by a sink that its scores give besides, as Granite's with windows is."""
-    x = reduced(torch.nn.functional.embedding(ids, table))
+    x = forms.all_reduce(torch.nn.functional.embedding(ids, table))
     places = torch.arange(ids.shape[1])
     bias = torch.where(places[None, :] <= places[:, None], 0.0, float("-inf"))
     for _ in range(2):
         query, key, value = (x @ weight).unflatten(-1, (6, -1)).transpose(1, 2).chunk(3, 1)
         scores = query @ key.transpose(-1, -2) * 0.3 + bias
         attended = scores.softmax(-1) @ value * (scores.logsumexp(-1) - 0.5).sigmoid()[..., None]
-        x = x + reduced(attended.transpose(1, 2).flatten(-2))
+        x = x + forms.all_reduce(attended.transpose(1, 2).flatten(-2))
     return x
 
 

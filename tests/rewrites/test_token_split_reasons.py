@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch._inductor import config as inductor_config
 
+from tests.graphs import forms
 from tests.graphs.capturing import captured, context_of
-from tests.graphs.split_graphs import reduced
 from tests.ranks.simulated import equal_ranks
 from weaveopt.config import Config
 from weaveopt.cost_model.machine import Contention, ContentionRow
@@ -69,9 +69,9 @@ def counted(step: int) -> Callable[..., Tensor]:
 
 def model(layer: Callable[..., Tensor], num_layers: int = 3) -> Callable[..., Tensor]:
     def run(ids: Tensor, table: Tensor, weight: Tensor, *others: Tensor) -> Tensor:
-        x = reduced(torch.nn.functional.embedding(ids, table))
+        x = forms.all_reduce(torch.nn.functional.embedding(ids, table))
         for _ in range(num_layers):
-            x = x + reduced(layer(x, weight, *others))
+            x = x + forms.all_reduce(layer(x, weight, *others))
         return x
 
     return run
@@ -174,7 +174,7 @@ def test_no_token_axis() -> None:
     """Rows `[tokens, hidden]` come from no ids and no embeddings `[batch, length, hidden]`."""
     with equal_ranks(WORLD), torch.no_grad():
         [graph] = captured(
-            lambda x, weight: reduced(x @ weight), torch.zeros(LENGTH, HIDDEN), torch.zeros(HIDDEN, HIDDEN)
+            lambda x, weight: forms.all_reduce(x @ weight), torch.zeros(LENGTH, HIDDEN), torch.zeros(HIDDEN, HIDDEN)
         )
     shown = Exposure({graph.groups[0]: 1000.0}, 1000.0)
     assert codes(graph, shown, context(graph, contention=1.0)) == ["no_token_axis"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -17,6 +17,7 @@ from weaveopt.errors import AgreementError, PeerTimeoutError
 from weaveopt.measure.clock import Clock, CudaClock, Meeting
 from weaveopt.measure.host_clock import CpuClock
 from weaveopt.records.candidate import Measured, Rejection
+from weaveopt.wording import named
 
 RAISED = (AgreementError, PeerTimeoutError)
 """Errors that end a run everywhere else and so here too."""
@@ -58,7 +59,7 @@ class TimedRuns(Generic[L]):
             except RAISED:
                 raise
             except Exception as error:
-                why = words(error)
+                why = named(error)
             if not self.failed(label, why):
                 [found[label]] = self.agreement.most([us])
         return found
@@ -88,11 +89,6 @@ class TimedRuns(Generic[L]):
 @functools.cache
 def clock_of(device: str) -> Clock:
     return CudaClock() if device == "cuda" else CpuClock()
-
-
-def words(error: Exception) -> str:
-    lines: Sequence[str] = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
 def _finish() -> None:

@@ -36,7 +36,7 @@ from weaveopt.pipeline.frame_memory import FrameMemory
 from weaveopt.pipeline.problem import ProblemTemplate
 from weaveopt.records.report import Doubt, KernelReport
 from weaveopt.rule import CapturedGraph, Context, FoundSite, RuleSet
-from weaveopt.wording import counted
+from weaveopt.wording import counted, named
 
 SECONDS_A_NODE = 0.0008
 """Share of the budget that a node of the graph brings, so that small graphs do not wait for it."""
@@ -224,7 +224,7 @@ class _Tuning:
         try:
             work()
         except Exception as error:  # whatever went wrong, the profile's prices are there
-            self._failure = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
+            self._failure = named(error)
 
     def _rows(self, times: Mapping[KernelShape, KernelTime]) -> tuple[KernelReport, ...]:
         rows = [

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from weaveopt.autotune.candidate_run import CandidateRun, Make, copied
 from weaveopt.autotune.graph_part import GraphPart, HintedSizes, whole_of
 from weaveopt.autotune.rank_agreement import GroupAgreement, RankAgreement, SingleRank
-from weaveopt.autotune.timed_runs import RAISED, TimedRuns, clock_of, words
+from weaveopt.autotune.timed_runs import RAISED, TimedRuns, clock_of
 from weaveopt.measure.clock import Meeting
 from weaveopt.pipeline.bind import reserve
 from weaveopt.pipeline.decide import DecidedGraph, settle
@@ -26,7 +26,7 @@ from weaveopt.pipeline.rewrite import rewrite
 from weaveopt.records.candidate import Measured, Rejection
 from weaveopt.records.memory import MemoryPlan
 from weaveopt.rule import Chosen, Context, RuleSet
-from weaveopt.wording import counted
+from weaveopt.wording import counted, named
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _timed(
         num_bytes = whole_of(captured.graph, sizes).num_bytes
         why = "" if num_bytes <= share * _free_bytes(device) else f"its inputs take {num_bytes} bytes of their own"
     except Exception as error:
-        sizes, why = HintedSizes(), words(error)
+        sizes, why = HintedSizes(), named(error)
     if timed.failed(0, why):
         return f"not timed: {timed.failures[0].message}"
     inputs: list[torch.Tensor] | None = None
@@ -97,7 +97,7 @@ def _timed(
         except RAISED:
             raise
         except Exception as error:  # whatever went wrong, the others must not wait for it
-            why = words(error)
+            why = named(error)
         if timed.failed(index, why):
             continue
         assert run is not None

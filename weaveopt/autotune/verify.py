@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from weaveopt.autotune.candidate_run import CandidateRun, Make, candidate_run_of
 from weaveopt.autotune.rank_agreement import GroupAgreement, RankAgreement, SingleRank
 from weaveopt.autotune.site_timing import Label, SiteTiming, TimingResult, recall, remember, settled, site_timings_of
-from weaveopt.autotune.timed_runs import RAISED, TimedRuns, clock_of, words
+from weaveopt.autotune.timed_runs import RAISED, TimedRuns, clock_of
 from weaveopt.autotune.variant_timing import TimedVariants, time_variants
 from weaveopt.measure.clock import Clock, Meeting
 from weaveopt.pipeline.bind import reserve
 from weaveopt.pipeline.decide import DecidedGraph
 from weaveopt.pipeline.price import PricedGraph
 from weaveopt.rule import Context, RuleSet
-from weaveopt.wording import counted
+from weaveopt.wording import counted, named
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class _Autotuning:
         except RAISED:
             raise
         except Exception as error:  # whatever went wrong, the others must not wait for it
-            why = words(error)
+            why = named(error)
         if timed.failed(label, why):
             return None
         assert run is not None

@@ -16,6 +16,7 @@ from weaveopt.errors import MulticastError
 from weaveopt.fabrics import topology as topologies
 from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.topology import Group, RecordExchange
+from weaveopt.wording import named
 
 TIMEOUT_S = 30.0
 """Longest wait of a kernel of the first calls for its peers."""
@@ -101,8 +102,7 @@ def _said(step: Callable[[], str]) -> str:
     try:
         return step()
     except Exception as error:  # whatever it is, the others must hear of it
-        lines = str(error).strip().splitlines()
-        return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+        return named(error)
 
 
 def _words(values: Sequence[tuple[str, object]]) -> str:

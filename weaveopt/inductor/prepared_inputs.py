@@ -17,7 +17,7 @@ from torch.fx.node import Argument
 from weaveopt.graph.facts import runs_on_gpu
 from weaveopt.ops.captured_graphs import may_read_weights, note_capture
 from weaveopt.records.inductor_hooks import InductorHook, InputHook
-from weaveopt.wording import counted
+from weaveopt.wording import counted, named
 
 Compiled = Callable[..., object]
 Note = Callable[[str], None]
@@ -38,7 +38,7 @@ class PreparedCall:
         try:
             return self.hook.prepare([_filled(each, inputs) for each in self.arguments], are_read)
         except Exception as error:  # the graph runs without it
-            return f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
+            return named(error)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from weaveopt.pipeline.shared_facts import CODE, Document, Verdict, compare, doc
 from weaveopt.records.candidate import Fabric, Rejection
 from weaveopt.records.report import Decision
 from weaveopt.rule import CapturedGraph, Context, RuleSet
-from weaveopt.wording import listed
+from weaveopt.wording import listed, named
 
 _MOST_ROUNDS = 8
 """Each leaves at least one more site; a graph that needs more is left whole."""
@@ -80,9 +80,7 @@ def agree(
     except WeaveError:
         raise
     except Exception as error:  # deciding again failed here: the others wait for this rank's next document
-        lines = str(error).splitlines()
-        why = f"step 'agree' failed: {type(error).__name__}: {lines[0] if lines else 'no message'}"
-        return _decline(tuple(agreement.active), captured, context, why, compile_)
+        return _decline(tuple(agreement.active), captured, context, f"step 'agree' failed: {named(error)}", compile_)
 
 
 def _is_real(group: str, context: Context) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from weaveopt.errors import AgreementError, ArenaError, ExportError, MulticastError, WeaveError
+from weaveopt.errors import AgreementError, ArenaError, ExportError, MulticastError
 from weaveopt.fabrics import exported, topology
 from weaveopt.fabrics.arena import transport
 from weaveopt.pipeline.agree import Agreed
@@ -27,6 +27,7 @@ from weaveopt.records.candidate import LEAVE, Candidate, Rejection
 from weaveopt.records.memory import MemoryPlan
 from weaveopt.records.report import Decision, Fallback, GraphReport, WorkFailure
 from weaveopt.rule import Context
+from weaveopt.wording import named
 
 Compiled = Callable[..., object]
 
@@ -86,9 +87,9 @@ def reserve(plan: MemoryPlan, context: Context) -> str:
         with unset_fake_temporarily():  # the arena is real memory, though the graph is traced with fake tensors
             transport(plan.fabric).reserve(known, plan, config.arena_bytes, config.compile_timeout_s)
     except MulticastError as error:  # nothing against an arena without it
-        return _named(error)
+        return named(error)
     except ArenaError as error:
-        why = _named(error)
+        why = named(error)
         _refused[plan.group] = _Refused(weakref.ref(topology.process_group(plan.group)), plan.num_bytes, why)
         return why
     return ""
@@ -103,7 +104,7 @@ def share(group: str, context: Context) -> str:
         with unset_fake_temporarily():
             exported.share(group, context.config.compile_timeout_s)
     except ExportError as error:
-        return _named(error)
+        return named(error)
     return ""
 
 
@@ -111,11 +112,6 @@ def decides_again(why: str) -> bool:
     """True if `bind` said so because a group left NVLink multicast, or cannot share its weights: deciding again finds
     what is next best. The same on all ranks that bound together."""
     return why.startswith((MulticastError.__name__, ExportError.__name__))
-
-
-def _named(error: WeaveError) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
 _SPREADS = 2

@@ -42,6 +42,7 @@ from weaveopt.records.report import (
 )
 from weaveopt.records.site import TokenCounts
 from weaveopt.rule import CapturedGraph, Context, FoundSite, RuleSet
+from weaveopt.wording import named
 
 Part = TypeVar("Part")
 graph_numbers = count()
@@ -326,7 +327,7 @@ def run(
         except Exception as error:  # whatever went wrong, the unrewritten graph is still right
             if step.always:
                 raise
-            state = replace(state, fallbacks=(Fallback(state.graph.name, step.name, _first_line(error)),))
+            state = replace(state, fallbacks=(Fallback(state.graph.name, step.name, named(error)),))
         lap_us = round((time.perf_counter() - began) * 1e6, 1)
         state = replace(state, laps=(*state.laps, (step.name, lap_us)))
         observe(step.name, lap_us, state.graphs)
@@ -390,8 +391,3 @@ def made(part: Part | None) -> Part:
     """Part of the record that an earlier step made."""
     assert part is not None, "a step runs before the one that makes what it reads"
     return part
-
-
-def _first_line(error: Exception) -> str:
-    lines = (line.strip() for line in str(error).splitlines())
-    return f"{type(error).__name__}: {next((line for line in lines if line), 'no message')}"

@@ -14,6 +14,7 @@ from weaveopt.records.candidate import Rejection
 from weaveopt.records.report import RULE_FAILED
 from weaveopt.records.task import Stream
 from weaveopt.rule import CapturedGraph, Context, Exposure, GraphRule, GraphWork, RuleSet
+from weaveopt.wording import named
 
 
 def variants(decided: DecidedGraph, rules: RuleSet, context: Context) -> tuple[CapturedGraph, ...]:
@@ -34,8 +35,7 @@ def variants(decided: DecidedGraph, rules: RuleSet, context: Context) -> tuple[C
         except Exception as error:
             if context.config.strict:
                 raise
-            lines = str(error).splitlines()
-            against = Rejection(RULE_FAILED, f"{type(error).__name__}: {lines[0] if lines else 'no message'}")
+            against = Rejection(RULE_FAILED, named(error))
         if against is not None:
             made = (replace(captured, variant=rule.name, rule=rule.name, rejections=(against,)),)
         found.extend(made)

@@ -163,6 +163,11 @@ class Rejection:
     message: str
     values: Values = ()
 
+    @property
+    def text(self) -> str:
+        """The sentence with the values."""
+        return f"{self.message} ({', '.join(f'{name} {value}' for name, value in self.values)})"
+
 
 NO_TOKENS = Rejection("no_tokens", "the token count is 0: there is nothing to reduce or to gather")
 """An arena of no bytes cannot be had."""

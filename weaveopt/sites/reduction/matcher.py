@@ -128,7 +128,7 @@ def _found(node: fx.Node, reduced: Reduced | Rejection, absorbed: frozenset[fx.N
     quantized = found if isinstance(found, Quantized) else None
     structure = _structure(reduced, quantized)
     facts = _facts(structure, absorbed, context)
-    own_text = reduced.own_text + (_left_text(found) if isinstance(found, Rejection) else "")
+    own_text = reduced.own_text + (f" -> e4m3 left as it is: {found.text}" if isinstance(found, Rejection) else "")
     description = reduced.text + (quantized.text if quantized is not None else "") + own_text
     rejections = () if isinstance(facts, ReductionFacts) else (facts,)
     known = facts if isinstance(facts, ReductionFacts) else None
@@ -257,8 +257,3 @@ def _producers(reduced: Reduced) -> Iterator[fx.Node]:
             node = node.args[0]  # type: ignore[assignment]
         if gemm is not None:
             yield gemm
-
-
-def _left_text(quantization: Rejection) -> str:
-    values = ", ".join(f"{name} {value}" for name, value in quantization.values)
-    return f" -> e4m3 left as it is: {quantization.message} ({values})"

@@ -79,10 +79,7 @@ class Reduced:
     @property
     def own_text(self) -> str:
         """The reason why no norm follows: it names nodes that other ranks may not have."""
-        if self.without_norm is None:
-            return ""
-        values = ", ".join(f"{name} {value}" for name, value in self.without_norm.values)
-        return f"; no norm: {self.without_norm.message} ({values})"
+        return "" if self.without_norm is None else f"; no norm: {self.without_norm.text}"
 
     @property
     def total_is_read(self) -> bool:
